@@ -1,0 +1,184 @@
+"""The model: which checkpoint, its shape, its dtype and length.
+
+vLLM 0.25.1: vllm/config/model.py (ModelConfig)
+Articles: part 1 §6
+
+Reads config.json only; neither torch nor the weights are touched, so that bad input is refused in the
+caller within milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minivllm.exceptions import ConfigError
+
+BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "assets" / "tiny-qwen3"
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """A local Hugging Face directory, understood.
+
+    Attributes:
+        model: the directory (None: the bundled checkpoint).
+        dtype: "auto", "float32", "bfloat16" or "float16"; resolved to one of the last three.
+        max_model_len: prompt plus output, in tokens (None: what the checkpoint allows).
+        seed: seed of everything random on a rank that no request seeds itself.
+        device: "cpu" or "cuda"; resolved before this object is made.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+    enforce_eager: bool = False
+    hf_config: dict[str, Any] = field(default_factory=dict)
+
+    # Filled from config.json.
+    architecture: str = ""
+    vocab_size: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    max_position_embeddings: int = 0
+    eos_token_ids: list[int] = field(default_factory=list)
+
+    runner_type: str = "generate"
+    is_moe: bool = False
+    is_hybrid: bool = False
+    is_attention_free: bool = False
+
+    def __post_init__(self) -> None:
+        if self.model is None:
+            self.model = str(BUNDLED_CHECKPOINT)
+        path = Path(self.model)
+        config_file = path / "config.json"
+        if not path.is_dir():
+            raise ConfigError(
+                f"model {self.model!r} is not a directory; give a local Hugging Face checkpoint, "
+                "or leave it out to use the bundled one"
+            )
+        try:
+            self.hf_config = json.loads(config_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{config_file} does not exist; is {self.model!r} a checkpoint?") from None
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{config_file} cannot be read: {e}") from None
+        self._read_shape()
+        self._resolve_dtype()
+        self._resolve_length()
+
+    def _read_shape(self) -> None:
+        c = self.hf_config
+        architectures = c.get("architectures") or []
+        known = [a for a in architectures if a in SUPPORTED_ARCHITECTURES]
+        if not known:
+            raise ConfigError(
+                f"architecture {architectures or 'missing'} of {self.model!r} is not supported; "
+                f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+        self.architecture = known[0]
+        try:
+            self.vocab_size = int(c["vocab_size"])
+            self.hidden_size = int(c["hidden_size"])
+            self.intermediate_size = int(c["intermediate_size"])
+            self.num_hidden_layers = int(c["num_hidden_layers"])
+            self.num_attention_heads = int(c["num_attention_heads"])
+            self.num_key_value_heads = int(c.get("num_key_value_heads") or c["num_attention_heads"])
+            self.max_position_embeddings = int(c["max_position_embeddings"])
+        except KeyError as e:
+            raise ConfigError(f"config.json of {self.model!r} lacks {e}") from None
+        except (TypeError, ValueError) as e:
+            raise ConfigError(f"config.json of {self.model!r} has a value that is no number: {e}") from None
+        self.head_dim = int(c.get("head_dim") or self.hidden_size // self.num_attention_heads)
+        self.rms_norm_eps = float(c.get("rms_norm_eps", 1e-6))
+        self.tie_word_embeddings = bool(c.get("tie_word_embeddings", False))
+        self.attention_bias = bool(c.get("attention_bias", False))
+        # transformers 5 writes rope_parameters, earlier releases rope_theta and rope_scaling.
+        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", None):
+            raise ConfigError(
+                f"RoPE scaling {kind!r} of {self.model!r} is not supported; only unscaled RoPE is"
+            )
+        self.rope_theta = float(c.get("rope_theta") or rope.get("rope_theta") or 10000.0)
+        if c.get("use_sliding_window"):
+            raise ConfigError(f"sliding-window attention of {self.model!r} is not supported")
+        if c.get("hidden_act", "silu") != "silu":
+            raise ConfigError(
+                f"hidden_act {c['hidden_act']!r} of {self.model!r} is not supported; only silu is"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"{self.num_attention_heads} attention heads do not divide by "
+                f"{self.num_key_value_heads} key/value heads in {self.model!r}"
+            )
+        eos = c.get("eos_token_id")
+        generation = Path(str(self.model)) / "generation_config.json"
+        if generation.is_file():
+            try:
+                eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id", eos)
+            except ValueError as e:
+                raise ConfigError(f"{generation} cannot be read: {e}") from None
+        self.eos_token_ids = (
+            [] if eos is None else [int(t) for t in (eos if isinstance(eos, list) else [eos])]
+        )
+
+    def _resolve_dtype(self) -> None:
+        if self.dtype == "auto":
+            stored = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype") or "float32"
+            # Deviation from vLLM: on a CPU "auto" means float32, since most CPUs emulate bfloat16 slowly.
+            self.dtype = "float32" if self.device == "cpu" or stored not in _DTYPES else stored
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is not supported; use auto, {', '.join(_DTYPES)}")
+
+    def _resolve_length(self) -> None:
+        if self.max_model_len is None:
+            self.max_model_len = self.max_position_embeddings
+        elif not 1 <= self.max_model_len <= self.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} is not valid: {self.model!r} allows 1 to "
+                f"{self.max_position_embeddings}"
+            )
+
+    def verify_with_parallel_config(self, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+        """Raises ConfigError when heads, vocabulary or layers cannot be divided among the ranks."""
+        if self.num_attention_heads % tensor_parallel_size:
+            raise ConfigError(
+                f"{self.num_attention_heads} attention heads cannot be divided among "
+                f"tensor_parallel_size={tensor_parallel_size} ranks; choose a divisor"
+            )
+        kv = self.num_key_value_heads
+        if kv % tensor_parallel_size and tensor_parallel_size % kv:
+            raise ConfigError(
+                f"{kv} key/value heads can be neither divided among nor replicated on "
+                f"tensor_parallel_size={tensor_parallel_size} ranks"
+            )
+        if self.intermediate_size % tensor_parallel_size:
+            raise ConfigError(
+                f"intermediate_size {self.intermediate_size} cannot be divided among "
+                f"tensor_parallel_size={tensor_parallel_size} ranks"
+            )
+        if pipeline_parallel_size > self.num_hidden_layers:
+            raise ConfigError(
+                f"pipeline_parallel_size={pipeline_parallel_size} exceeds the model's "
+                f"{self.num_hidden_layers} layers"
+            )
+
+    def get_num_kv_heads(self, tensor_parallel_size: int) -> int:
+        """Key/value heads on one rank; at least one, since fewer heads than ranks are replicated."""
+        return max(1, self.num_key_value_heads // tensor_parallel_size)

@@ -1,0 +1,75 @@
+"""VllmConfig: the whole configuration of one engine, and the decisions that need more than one part of it.
+
+vLLM 0.25.1: vllm/config/vllm.py (VllmConfig)
+Articles: part 1 §6, part 2 §2.3.10
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minivllm import envs
+from minivllm.config.cache import CacheConfig
+from minivllm.config.model import ModelConfig
+from minivllm.config.observability import ObservabilityConfig
+from minivllm.config.parallel import ParallelConfig
+from minivllm.config.scheduler import SchedulerConfig
+from minivllm.exceptions import ConfigError
+
+
+@dataclass(slots=True)
+class VllmConfig:
+    """Everything that processes need to know; it is pickled into each child.
+
+    Attributes:
+        model_config: None only for executors whose worker class brings no model (tests, walkthroughs).
+        device: "cpu" or "cuda".
+        instance_id: short random text that ties the processes of one run together.
+    """
+
+    model_config: ModelConfig | None = None
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    device: str = "cpu"
+    instance_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} is not supported; use cpu or cuda")
+        if self.model_config is not None:
+            self.model_config.verify_with_parallel_config(
+                self.parallel_config.tensor_parallel_size, self.parallel_config.pipeline_parallel_size
+            )
+            if (
+                not self.scheduler_config.enable_chunked_prefill
+                and self.scheduler_config.max_num_batched_tokens < (self.model_config.max_model_len or 0)
+            ):
+                raise ConfigError(
+                    f"max_num_batched_tokens={self.scheduler_config.max_num_batched_tokens} is below "
+                    f"max_model_len={self.model_config.max_model_len} and chunked prefill is off: "
+                    "the longest prompt could never be scheduled"
+                )
+        if not self.instance_id:
+            import uuid
+
+            self.instance_id = uuid.uuid4().hex[:8]
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        """Whether workers build Model Runner V2 (the only runner so far)."""
+        forced = envs.MINIVLLM_USE_V2_MODEL_RUNNER
+        if forced is False:
+            raise ConfigError(
+                "MINIVLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 model runner, which does not exist yet; unset it"
+            )
+        return True
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Batches in flight: pp fills the pipeline, one more overlaps scheduling with execution."""
+        pp_size = self.parallel_config.pipeline_parallel_size
+        if self.scheduler_config.async_scheduling:
+            return pp_size + 1 if self.use_v2_model_runner else max(pp_size, 2 if pp_size == 1 else pp_size)
+        return pp_size

@@ -1,0 +1,92 @@
+"""Every MINIVLLM_* variable in one table, read when asked for; enable_envs_cache() freezes them.
+
+vLLM 0.25.1: vllm/envs.py (environment_variables, enable_envs_cache)
+Articles: part 2 §2.4.2
+
+Add a row here when code needs a variable; `minivllm doctor` and the docs page are generated from this table.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+def _flag(text: str) -> bool:
+    return text.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _optional_flag(text: str) -> bool | None:
+    return None if not text.strip() else _flag(text)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvVar:
+    """One variable: how its text becomes a value, its default text, and what it does."""
+
+    parse: Callable[[str], Any]
+    default: str
+    help: str
+
+
+# fmt: off
+environment_variables: dict[str, EnvVar] = {
+    "MINIVLLM_ENABLE_MULTIPROCESSING": EnvVar(_flag, "1", "0 keeps EngineCore in the caller's process (InprocClient)"),
+    "MINIVLLM_WORKER_MULTIPROC_METHOD": EnvVar(str, "spawn", "start method of workers: spawn, fork or forkserver"),
+    "MINIVLLM_USE_V2_MODEL_RUNNER": EnvVar(_optional_flag, "", "1 or 0 forces or forbids Model Runner V2"),
+    "MINIVLLM_TRACE": EnvVar(str, "off", "trace level: off, lifecycle, rpc or message"),
+    "MINIVLLM_TRACE_DIR": EnvVar(str, "", "directory that receives the trace files of a run"),
+    "MINIVLLM_FAILPOINTS": EnvVar(str, "", "span@rankN[#occurrence]=kill|exit:N|raise|sleep:S, separated by ';'"),
+    "MINIVLLM_LOG_LEVEL": EnvVar(str, "WARNING", "log level of the engine and worker processes"),
+    "MINIVLLM_MQ_MAX_CHUNK_BYTES": EnvVar(int, str(1 << 20), "slot size of a message queue, in bytes"),
+    "MINIVLLM_MQ_MAX_CHUNKS": EnvVar(int, "10", "number of slots of a message queue"),
+    "MINIVLLM_MQ_SPIN_US": EnvVar(float, "200", "how long a waiting reader or writer polls before it sleeps, in microseconds"),
+    "MINIVLLM_MQ_WARNING_INTERVAL_S": EnvVar(float, "60", "seconds between warnings that name a peer that is late"),
+    "MINIVLLM_STARTUP_TIMEOUT_S": EnvVar(float, "600", "deadline for all workers to become ready, in seconds"),
+    "MINIVLLM_EXECUTE_MODEL_TIMEOUT_S": EnvVar(float, "300", "deadline of one execute_model or sample_tokens, in seconds"),
+    "MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S": EnvVar(float, "5", "time for workers to leave by themselves, in seconds"),
+    "MINIVLLM_WORKER_SIGTERM_TIMEOUT_S": EnvVar(float, "4", "time between SIGTERM and SIGKILL, in seconds"),
+    "MINIVLLM_CPU_KVCACHE_BYTES": EnvVar(int, str(64 << 20), "KV cache budget of one rank on a CPU, in bytes"),
+    "MINIVLLM_LOOPBACK_IP": EnvVar(str, "", "address of the rendezvous between local workers"),
+}
+# fmt: on
+
+
+def _read(name: str) -> Any:
+    variable = environment_variables.get(name)
+    if variable is None:
+        raise AttributeError(f"minivllm.envs has no variable {name}")
+    text = os.environ.get(name, variable.default)
+    try:
+        return variable.parse(text)
+    except ValueError:
+        from minivllm.exceptions import ConfigError
+
+        raise ConfigError(f"{name}={text!r} is not valid: {variable.help}") from None
+
+
+_lookup: Callable[[str], Any] = _read
+
+
+def __getattr__(name: str) -> Any:
+    return _lookup(name)
+
+
+def enable_envs_cache() -> None:
+    """Freeze each variable at its first use from now on.
+
+    Workers call it once they are initialised: settings must not change between two steps, and os.environ
+    is too slow for a hot path.
+    """
+    global _lookup
+    if _lookup is _read:
+        _lookup = functools.cache(_read)
+
+
+def disable_envs_cache() -> None:
+    """Read the environment on each use again (used by tests and by in-process executors at shutdown)."""
+    global _lookup
+    _lookup = _read

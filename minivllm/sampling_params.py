@@ -1,0 +1,146 @@
+"""What a caller may ask of sampling for one request.
+
+vLLM 0.25.1: vllm/sampling_params.py (SamplingParams)
+Articles: part 1 §8.2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from minivllm.exceptions import RequestError
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Sampling settings of one request; names and defaults are vLLM's.
+
+    Attributes:
+        max_tokens: upper limit of generated tokens (None: until the model length is reached).
+        min_tokens: eos and stop tokens are suppressed before that many tokens.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p.
+        min_p: drop tokens less likely than min_p times the most likely one.
+        seed: seed of this request alone; tokens then do not depend on what else is in the batch.
+        repetition_penalty, presence_penalty, frequency_penalty: as in vLLM.
+        stop: strings that end the request; the string itself is not part of the text.
+        stop_token_ids: tokens that end the request.
+        ignore_eos: go on after the end-of-text token.
+        logprobs: number of alternatives to report per generated token (None: none).
+        prompt_logprobs: the same for the prompt's tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string in the text.
+        logit_bias: token id -> value added to its logit.
+        bad_words: strings that must not be generated.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.verify()
+
+    def verify(self) -> None:
+        """Raises RequestError, naming the argument, its value and what is allowed."""
+
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise RequestError(f"{name}={getattr(self, name)!r} is not valid: {rule}")
+
+        def number(value: Any) -> bool:
+            # NaN compares false with everything, so ranges below would let "not < 0" forms pass.
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+        def integer(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        need(integer(self.n) and self.n == 1, "n", "only n=1 is supported; repeat the prompt instead")
+        need(
+            self.max_tokens is None or (integer(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            "an integer of at least 1, or None",
+        )
+        need(integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "an integer of at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        need(
+            number(self.temperature) and 0 <= self.temperature < float("inf"),
+            "temperature",
+            "a number of at least 0",
+        )
+        need(integer(self.top_k) and self.top_k >= -1, "top_k", "an integer of at least 1, or 0 / -1 for all")
+        need(number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
+        need(number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
+        need(
+            self.seed is None or (integer(self.seed) and -(1 << 63) <= self.seed < 1 << 63),
+            "seed",
+            "a 64-bit integer or None",
+        )
+        need(
+            number(self.repetition_penalty) and 0 < self.repetition_penalty < float("inf"),
+            "repetition_penalty",
+            "a number above 0",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(number(getattr(self, name)) and -2 <= getattr(self, name) <= 2, name, "a number in [-2, 2]")
+        need(
+            self.stop is None
+            or (isinstance(self.stop, list) and all(isinstance(s, str) and s for s in self.stop)),
+            "stop",
+            "a string or a list of strings, none of them empty",
+        )
+        need(
+            self.stop_token_ids is None
+            or (isinstance(self.stop_token_ids, list) and all(integer(t) for t in self.stop_token_ids)),
+            "stop_token_ids",
+            "a list of token ids",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            need(
+                value is None or (integer(value) and 0 <= value <= 20),
+                name,
+                "an integer from 0 to 20, or None",
+            )
+        need(
+            self.logit_bias is None
+            or (
+                isinstance(self.logit_bias, dict)
+                and all(integer(k) and number(v) for k, v in self.logit_bias.items())
+            ),
+            "logit_bias",
+            "a dict of token id -> number",
+        )
+        need(
+            self.bad_words is None
+            or (isinstance(self.bad_words, list) and all(isinstance(s, str) and s for s in self.bad_words)),
+            "bad_words",
+            "a list of strings, none of them empty",
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Below this temperature dividing the logits would overflow; vLLM treats it as greedy, too."""
+        return self.temperature < 1e-5
