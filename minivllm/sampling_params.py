@@ -34,6 +34,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         include_stop_str_in_output: keep the stop string in the text.
         logit_bias: token id -> value added to its logit.
         bad_words: strings that must not be generated.
+        bad_words_token_ids: the same as tokens; the input processor fills it, since workers have no tokenizer.
     """
 
     n: int = 1
@@ -56,6 +57,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
