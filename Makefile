@@ -100,11 +100,11 @@ lint: $(VENV)/.stamp-dev
 	@$(BIN)/mypy
 
 docs: $(VENV)/.stamp-dev
-	@$(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
 docs-serve: $(VENV)/.stamp-dev
-	@$(PY) -m mkdocs serve
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
 
 docs-assets: $(VENV)/.stamp-dev
 	@$(PY) docs/_hooks/record.py $(ARGS)

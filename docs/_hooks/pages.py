@@ -1,0 +1,213 @@
+"""MkDocs hook: the pages that are generated from the code at each build.
+
+Nothing that the code can say is written by hand: the span catalogue, the environment variables, the map to vLLM, the
+deviations, the commands and the API pages come from the package, the measured pages from the files that the benchmarks
+and the crash matrix leave in docs/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import source
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = source.ROOT
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else "–"
+
+
+def api_page(module: str) -> str:
+    return f"reference/api/{module}.md"
+
+
+def map_page() -> str:
+    lines = [
+        "# Map to vLLM",
+        "",
+        "Room by room, from the module docstrings. Paths on the right are relative to vLLM 0.25.1; `v1/` is taken out on the left.",
+        "A module that helps to teach and has no counterpart says so.",
+    ]
+    group = None
+    for room in source.rooms():
+        package = ".".join(room.module.split(".")[:2]) if "/" in room.path[len("minivllm/") :] else "minivllm"
+        if package != group:
+            group = package
+            lines += [
+                "",
+                f"## {package}",
+                "",
+                "| module | in vLLM 0.25.1 | articles | what it is for |",
+                "|---|---|---|---|",
+            ]
+        name = room.path.removeprefix("minivllm/")
+        lines.append(
+            f"| [`{name}`](api/{room.module}.md) | {_cell(room.vllm) or '–'} | {_cell(room.articles) or '–'} | {_cell(room.sentence)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def differences_page() -> str:
+    found = source.deviations()
+    lines = [
+        "# Where minivllm differs",
+        "",
+        f"{len(found)} places where minivllm does something else than vLLM 0.25.1 on purpose. Each is a comment in the code that",
+        f"starts with `{source.MARK}`; this page is made from them at each build.",
+    ]
+    path = ""
+    for deviation in found:
+        if deviation.path != path:
+            path = deviation.path
+            lines += [
+                "",
+                f"## `{path.removeprefix('minivllm/')}`",
+                "",
+                "| where | what and why |",
+                "|---|---|",
+            ]
+        where = f"`{deviation.where}`" if deviation.where else "module"
+        lines.append(f"| {where}, line {deviation.line} | {_cell(deviation.text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def environment_page() -> str:
+    from minivllm import envs
+
+    lines = [
+        "# Environment variables",
+        "",
+        "All variables that minivllm reads, from the table in `minivllm/envs.py`. Times are in seconds and sizes in bytes unless the",
+        "text says otherwise. `minivllm doctor` prints the values in force. In workers and in the engine they are frozen once",
+        "initialisation is over, so a change takes effect at the next start.",
+        "",
+        "| variable | default | what it does | read in |",
+        "|---|---|---|---|",
+    ]
+    for name, variable in envs.environment_variables.items():
+        readers = ", ".join(_code(path.removeprefix("minivllm/")) for path in source.uses_of(name)) or "–"
+        lines.append(f"| `{name}` | {_code(variable.default)} | {_cell(variable.help)} | {readers} |")
+    return "\n".join(lines) + "\n"
+
+
+def reference_index() -> str:
+    return """# Reference
+
+Made from the code at each build, so it says what the code does.
+
+* [Span catalogue](spans.md): every step that a trace can show, where it runs, and where vLLM does the same.
+* [Map to vLLM](map.md): module by module, in both directions.
+* [Where minivllm differs](differences.md): what is done better on purpose, and why.
+* [Environment variables](environment.md): all of them.
+* [Commands](commands.md): `minivllm …`, with its options.
+* API: one page per module, with its source.
+"""
+
+
+def spans_page() -> str:
+    from minivllm.tracing import catalogue
+
+    lines = [
+        "# Span catalogue",
+        "",
+        f"{len(catalogue.SPANS)} steps, each a span with this name. A failpoint of the same name breaks the run exactly there:",
+        '`MINIVLLM_FAILPOINTS="worker.load_model@rank1=kill"`. `minivllm spans` prints this table in the terminal.',
+        "",
+        "**Level** says from which `MINIVLLM_TRACE` on a step is recorded: lifecycle, rpc or message. **Where** names the process.",
+        "**Method** is the one that emits it. Paths in the vLLM column are relative to the `vllm/` folder of 0.25.1.",
+    ]
+    levels = {catalogue.LIFECYCLE: "lifecycle", catalogue.RPC: "rpc", catalogue.MESSAGE: "message"}
+    for name, spec in catalogue.SPANS.items():
+        if name in SECTION_STARTS:
+            lines += ["", f"## {SECTION_STARTS[name]}", ""]
+            lines += [
+                "| span | level | where | what it shows | method | article | in vLLM 0.25.1 |",
+                "|---|---|---|---|---|---|---|",
+            ]
+        vllm = _cell(spec.vllm) or "–"
+        if spec.vllm_span:
+            vllm += f' (its span: "{_cell(spec.vllm_span)}")'
+        lines.append(
+            f'| <span id="{name}"></span>`{name}` | {levels[spec.level]} | {_cell(spec.process)} | {_cell(spec.what)} '
+            f"| {_code(spec.method)} | {_cell(spec.articles) or '–'} | {vllm} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def not_recorded(title: str, command: str) -> str:
+    return f"# {title}\n\nNo run has been recorded in this checkout. `{command}` makes one and writes this page.\n"
+
+
+# The catalogue is one list in the order of a run; these are the steps that open a new part of it.
+SECTION_STARTS = {
+    "run": "Start-up: client and EngineCore",
+    "executor.init": "Start-up: executor",
+    "worker.process": "Start-up: worker",
+    "request": "Running",
+    "monitor.worker_died": "Failure and shutdown",
+}
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "reference/index.md": reference_index,
+    "reference/spans.md": spans_page,
+    "reference/map.md": map_page,
+    "reference/differences.md": differences_page,
+    "reference/environment.md": environment_page,
+}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Complete the navigation with what only the checkout can tell: API pages by package, and measured pages."""
+    groups: dict[str, list[Any]] = {}
+    for room in source.rooms():
+        package = room.path.split("/")[1] if room.path.count("/") > 1 else "top level"
+        label = room.path.removeprefix("minivllm/").removeprefix(f"{package}/")
+        groups.setdefault(package, []).append({label: api_page(room.module)})
+    sections = {name: entries for part in config.nav or [] for name, entries in part.items()}
+    api = next(entry for entry in sections["Reference"] if isinstance(entry, dict) and "API" in entry)
+    api["API"] = [{name: pages} for name, pages in sorted(groups.items())]
+    sections["Measured"] += benchmark_pages() or [{"Benchmarks": "benchmarks.md"}]
+    sections["Measured"].append({"Crash matrix": "crash_matrix.md"})
+    return config
+
+
+def benchmark_pages() -> list[str]:
+    """Pages that the benchmarks have left in docs/benchmarks, the index first."""
+    found = sorted(
+        (ROOT / "docs" / "benchmarks").glob("*.md"), key=lambda path: (path.stem != "index", path.stem)
+    )
+    return [f"benchmarks/{path.name}" for path in found]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for path, page in GENERATED.items():
+        files.append(File.generated(config, path, content=page()))
+    if not benchmark_pages():
+        files.append(
+            File.generated(config, "benchmarks.md", content=not_recorded("Benchmarks", "make bench"))
+        )
+    if not (ROOT / "docs" / "crash_matrix.md").exists():
+        files.append(
+            File.generated(config, "crash_matrix.md", content=not_recorded("Crash matrix", "make test-crash"))
+        )
+    for room in source.rooms():
+        name = room.path.removeprefix("minivllm/")
+        counterpart = f"\n**vLLM 0.25.1:** {room.vllm}\n" if room.vllm else ""
+        articles = f"\n**Articles:** {room.articles}\n" if room.articles else ""
+        files.append(
+            File.generated(
+                config,
+                api_page(room.module),
+                content=f"# {name}\n{counterpart}{articles}\n::: {room.module}\n",
+            )
+        )
+    return files

@@ -1,0 +1,120 @@
+"""What holds for every test: one OpenMP thread, and a run that leaves anything behind fails.
+
+Left behind means: a process that this run started (also one whose parent is gone), a `minivllm-*` segment in
+/dev/shm, or a socket file. The failure names the test after which each was first seen.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Every process that a test starts inherits this, so an orphan is recognised whoever its parent is now.
+TAG_NAME = "MINIVLLM_TEST_RUN"
+TAG = uuid.uuid4().hex
+SHM = Path("/dev/shm")
+GRACE_S = 5.0
+
+_first_seen: dict[str, str] = {}
+
+
+def _segments() -> set[str]:
+    return {f"/dev/shm/{path.name}" for path in SHM.glob("minivllm-*")} if SHM.is_dir() else set()
+
+
+def _sockets() -> set[str]:
+    found = set()
+    for path in Path(tempfile.gettempdir()).rglob("*"):
+        try:
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                found.add(f"socket {path}")
+        except OSError:  # removed meanwhile
+            continue
+    return found
+
+
+def _processes() -> set[str]:
+    """Living processes of this run other than itself, and its own zombies."""
+    found = set()
+    own = {child.pid for child in psutil.Process().children()}
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                if process.pid in own:
+                    found.add(f"zombie {process.pid}")
+                continue
+            if process.environ().get(TAG_NAME) != TAG:
+                continue
+            command = " ".join(process.cmdline())
+        except (psutil.Error, OSError):
+            continue
+        # Python's helper for shared memory; it ends with the process that it serves, which may be this one.
+        if "multiprocessing.resource_tracker" not in command:
+            found.add(f"process {process.pid}: {command[:160]}")
+    return found
+
+
+def _users_elsewhere(segment: str) -> bool:
+    """Whether a process that is not of this run has the segment open: then another run on this machine made it."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TAG_NAME) == TAG:
+                continue
+            if any(segment in region.path for region in process.memory_maps(grouped=True)):
+                return True
+        except (psutil.Error, OSError, NotImplementedError, AttributeError):
+            continue
+    return False
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    for thing in _segments() | {f"process {child.pid}" for child in psutil.Process().children()}:
+        _first_seen.setdefault(thing, nodeid)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail the run when it leaves a process, a shared-memory segment or a socket file."""
+    os.environ[TAG_NAME] = TAG
+    # A directory of our own for temporary files, short because a socket's path has at most 107 characters.
+    previous = os.environ.get("TMPDIR")
+    home = tempfile.mkdtemp(prefix="mv-")
+    os.environ["TMPDIR"] = tempfile.tempdir = home
+    before = _segments()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while True:
+        left = _processes() | _sockets() | {s for s in _segments() - before if not _users_elsewhere(s)}
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    tempfile.tempdir = previous
+    if previous is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = previous
+    lines = [f"  {thing} (first seen after {_origin(thing)})" for thing in sorted(left)]
+    assert not left, "the run left behind:\n" + "\n".join(lines)
+    _remove(home)
+
+
+def _origin(thing: str) -> str:
+    return _first_seen.get(thing) or _first_seen.get(thing.split(":")[0], "an unknown test")
+
+
+def _remove(directory: str) -> None:
+    import shutil
+
+    shutil.rmtree(directory, ignore_errors=True)
