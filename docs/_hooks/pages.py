@@ -98,6 +98,31 @@ def environment_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def commands_page() -> str:
+    import argparse
+    import os
+
+    from minivllm.cli.main import make_parser
+
+    os.environ["COLUMNS"] = "100"
+    os.environ["NO_COLOR"] = "1"
+    parser = make_parser()
+    lines = [
+        "# Commands",
+        "",
+        "What `minivllm` and each of its subcommands say with `--help`. Exit codes: 0 done, 1 the engine failed or something needed",
+        "is missing, 2 bad input, 130 interrupted by Ctrl-C. Errors are one line; `--traceback` shows where they come from.",
+        "",
+        "```text",
+        parser.format_help().rstrip(),
+        "```",
+    ]
+    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for name, subparser in subparsers.choices.items():
+        lines += ["", f"## minivllm {name}", "", "```text", subparser.format_help().rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
 def reference_index() -> str:
     return """# Reference
 
@@ -114,30 +139,34 @@ Made from the code at each build, so it says what the code does.
 
 def spans_page() -> str:
     from minivllm.tracing import catalogue
+    from minivllm.tracing.spec import LEVEL_NAMES
 
     lines = [
         "# Span catalogue",
         "",
         f"{len(catalogue.SPANS)} steps, each a span with this name. A failpoint of the same name breaks the run exactly there:",
-        '`MINIVLLM_FAILPOINTS="worker.load_model@rank1=kill"`. `minivllm spans` prints this table in the terminal.',
+        '`MINIVLLM_FAILPOINTS="worker.load_model@rank1=kill"`. `minivllm spans` prints the list in the terminal.',
         "",
-        "**Level** says from which `MINIVLLM_TRACE` on a step is recorded: lifecycle, rpc or message. **Where** names the process.",
-        "**Method** is the one that emits it. Paths in the vLLM column are relative to the `vllm/` folder of 0.25.1.",
+        "**Level** is the lowest `MINIVLLM_TRACE` that records the step. **Where** names the process, and how often a run shows it.",
+        "Under each sentence stands the method that emits the span, and the condition if not every run has it.",
     ]
-    levels = {catalogue.LIFECYCLE: "lifecycle", catalogue.RPC: "rpc", catalogue.MESSAGE: "message"}
     for name, spec in catalogue.SPANS.items():
         if name in SECTION_STARTS:
             lines += ["", f"## {SECTION_STARTS[name]}", ""]
             lines += [
-                "| span | level | where | what it shows | method | article | in vLLM 0.25.1 |",
-                "|---|---|---|---|---|---|---|",
+                "| span | level | where | what it shows | articles | in vLLM 0.25.1 |",
+                "|---|---|---|---|---|---|",
             ]
-        vllm = _cell(spec.vllm) or "–"
+        what = f"{_cell(spec.what)}<br>{_code(spec.method.removeprefix('minivllm.'))}"
+        if spec.when:
+            what += f"<br>*When: {_cell(spec.when)}*"
+        vllm = _cell(spec.vllm.removeprefix("vllm/")) or "–"
         if spec.vllm_span:
-            vllm += f' (its span: "{_cell(spec.vllm_span)}")'
+            vllm += f'<br>its span: "{_cell(spec.vllm_span)}"'
+        where = f"{', '.join(spec.process).replace('_', ' ')}, per {spec.per.replace('_', ' ')}"
         lines.append(
-            f'| <span id="{name}"></span>`{name}` | {levels[spec.level]} | {_cell(spec.process)} | {_cell(spec.what)} '
-            f"| {_code(spec.method)} | {_cell(spec.articles) or '–'} | {vllm} |"
+            f'| <span id="{name}"></span>`{name}` | {LEVEL_NAMES[spec.level]} | {where} | {what} '
+            f"| {'<br>'.join(spec.articles) or '–'} | {vllm} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -161,6 +190,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/map.md": map_page,
     "reference/differences.md": differences_page,
     "reference/environment.md": environment_page,
+    "reference/commands.md": commands_page,
 }
 
 
