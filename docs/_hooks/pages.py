@@ -7,6 +7,7 @@ and the crash matrix leave in docs/.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,9 @@ ROOT = source.ROOT
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """One line of table text; dunder names would become bold outside code."""
+    line = " ".join(text.split()).replace("|", "\\|")
+    return re.sub(r"(?<!`)__(\w+?)__", r"\\_\\_\1\\_\\_", line)
 
 
 def _code(text: str) -> str:
@@ -31,6 +34,8 @@ def api_page(module: str) -> str:
 
 def map_page() -> str:
     lines = [
+        "---\nhide: [toc]\n---",
+        "",
         "# Map to vLLM",
         "",
         "Room by room, from the module docstrings. Paths on the right are relative to vLLM 0.25.1; `v1/` is taken out on the left.",
@@ -142,6 +147,8 @@ def spans_page() -> str:
     from minivllm.tracing.spec import LEVEL_NAMES
 
     lines = [
+        "---\nhide: [toc]\n---",
+        "",
         "# Span catalogue",
         "",
         f"{len(catalogue.SPANS)} steps, each a span with this name. A failpoint of the same name breaks the run exactly there:",
@@ -154,19 +161,22 @@ def spans_page() -> str:
         if name in SECTION_STARTS:
             lines += ["", f"## {SECTION_STARTS[name]}", ""]
             lines += [
-                "| span | level | where | what it shows | articles | in vLLM 0.25.1 |",
-                "|---|---|---|---|---|---|",
+                "| span | what it shows | articles, and the same place in vLLM 0.25.1 |",
+                "|---|---|---|",
             ]
+        where = f"{', '.join(spec.process)}, per {spec.per}".replace("_", " ")
         what = f"{_cell(spec.what)}<br>{_code(spec.method.removeprefix('minivllm.'))}"
         if spec.when:
             what += f"<br>*When: {_cell(spec.when)}*"
-        vllm = _cell(spec.vllm.removeprefix("vllm/")) or "–"
+        elsewhere = [
+            "; ".join(spec.articles),
+            _code(spec.vllm.removeprefix("vllm/")) if spec.vllm else "nothing of the kind",
+        ]
         if spec.vllm_span:
-            vllm += f'<br>its span: "{_cell(spec.vllm_span)}"'
-        where = f"{', '.join(spec.process).replace('_', ' ')}, per {spec.per.replace('_', ' ')}"
+            elsewhere.append(f'vLLM\'s span "{_cell(spec.vllm_span)}"')
         lines.append(
-            f'| <span id="{name}"></span>`{name}` | {LEVEL_NAMES[spec.level]} | {where} | {what} '
-            f"| {'<br>'.join(spec.articles) or '–'} | {vllm} |"
+            f'| <span id="{name}"></span>`{name}`<br><small>{LEVEL_NAMES[spec.level]} · {where}</small> | {what} '
+            f"| {'<br>'.join(filter(None, elsewhere))} |"
         )
     return "\n".join(lines) + "\n"
 
