@@ -1,59 +1,227 @@
-"""The span API (being built; this file has the signatures and does nothing yet)."""
+"""Tracing: what each process does, step by step, by the names of the catalogue.
+
+vLLM 0.25.1: vllm/tracing/__init__.py (instrument, init_tracer, maybe_init_worker_tracer)
+Articles: part 2 §2.4.8
+
+    with tracing.span("worker.init_device", device="cpu") as step:
+        step.set(world_size=2)
+
+Hot paths guard with `if tracing.active:`. See design/spans.md for the names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from multiprocessing import util as _mp_util
+from time import monotonic_ns
 
-OFF, LIFECYCLE, RPC, MESSAGE = 0, 1, 2, 3
+from minivllm import envs
+from minivllm.exceptions import ConfigError
+from minivllm.tracing import catalogue, context, failpoints
+from minivllm.tracing import span as _span
+from minivllm.tracing.board import BOARD_BYTES, read_board
+from minivllm.tracing.failpoints import FailpointError
+from minivllm.tracing.files import TraceFiles
+from minivllm.tracing.process import ROLES, clock, identity, renew_identity
+from minivllm.tracing.recorder import recorder
+from minivllm.tracing.span import (
+    Span,
+    attach_board,
+    current_span,
+    detach_board,
+    instrument,
+    pack_context,
+    save_before_death,
+    span,
+    start_span,
+)
+from minivllm.tracing.spec import LEVEL_NAMES, LIFECYCLE, MESSAGE, OFF, RPC, SpanSpec
+
+__all__ = [
+    "BOARD_BYTES",
+    "LIFECYCLE",
+    "MESSAGE",
+    "OFF",
+    "RPC",
+    "FailpointError",
+    "Span",
+    "SpanSpec",
+    "active",
+    "attach_board",
+    "catalogue",
+    "child_environment",
+    "child_variables",
+    "configure",
+    "current_span",
+    "detach_board",
+    "flush",
+    "instrument",
+    "level",
+    "pack_context",
+    "read_board",
+    "record_bootstrap",
+    "save_before_death",
+    "set_label",
+    "set_service_name",
+    "shutdown",
+    "span",
+    "start_span",
+]
+
+logger = logging.getLogger(__name__)
 level = OFF
 active = False
-F = TypeVar("F", bound=Callable[..., Any])
+_failpoints: dict[str, list[failpoints.Failpoint]] = {}
+_started_ns = 0
 
 
-class Span:
-    context: bytes = b""
-
-    def set(self, **attributes: Any) -> None: ...
-    def event(self, name: str, **attributes: Any) -> None: ...
-    def record_exception(self, exc: BaseException) -> None: ...
-    def end(self) -> None: ...
-    def __enter__(self) -> Span:
-        return self
-
-    def __exit__(self, *exc: Any) -> None: ...
+def _apply(new_level: int) -> None:
+    global level, active
+    level = new_level
+    active = bool(new_level or _failpoints)
+    _span.apply(new_level, _failpoints)
 
 
-_NULL = Span()
+def configure(
+    role: str,
+    rank: int | None = None,
+    trace_dir: str | None = None,
+    level: int | str | None = None,
+    label: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Say who this process is and start recording as configured; may be called again.
+
+    Args:
+        role: "client", "engine_core" or "worker".
+        rank: global rank of a worker.
+        trace_dir: directory for the files; None takes MINIVLLM_TRACE_DIR.
+        level: number or name of the level; None takes MINIVLLM_TRACE, or "rpc" when only a directory is given.
+        label: see set_label().
+        environment: what child_variables() returned in the parent, for start methods that do not hand over the
+            environment (forkserver); None reads os.environ.
+
+    Raises:
+        ConfigError: unknown level, bad MINIVLLM_FAILPOINTS, or a directory that cannot be written.
+    """
+    global _failpoints, _started_ns
+    if role not in ROLES:
+        raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}")
+    variables: Mapping[str, str] = os.environ if environment is None else environment
+    _failpoints = failpoints.parse(envs.MINIVLLM_FAILPOINTS)
+    trace_dir = trace_dir or variables.get("MINIVLLM_TRACE_DIR") or None
+    new_level = _parse_level(level, variables.get("MINIVLLM_TRACE"), trace_dir)
+    with recorder.lock:
+        recorder.drain()
+        identity.role, identity.rank, identity.label = role, rank, label
+        clock.adopt(variables.get("MINIVLLM_TRACE_ANCHOR", ""))
+        started = variables.get("MINIVLLM_TRACE_START", "")
+        _started_ns = int(started) if started.isdigit() else 0
+        _span._settings.parent = context.parse_traceparent(variables.get("TRACEPARENT", "")) or (
+            _span._settings.parent
+        )
+        if recorder.files is not None:
+            recorder.files.close()
+            recorder.files = None
+        if new_level and trace_dir:
+            try:
+                recorder.files = TraceFiles(trace_dir)
+            except OSError as error:
+                raise ConfigError(f"cannot write traces to {trace_dir}: {error}") from None
+        elif new_level and role == "client" and not recorder.sinks:
+            logger.warning("tracing is on, but MINIVLLM_TRACE_DIR is not set: no trace files are written")
+        _apply(new_level)
+    # A forked child of multiprocessing leaves through os._exit: atexit does not run there, this does.
+    _mp_util.Finalize(None, shutdown, exitpriority=0)
 
 
-def span(name: str, *, parent: bytes | None = None, links: tuple[bytes, ...] = (), kind: str = "internal", attrs: dict[str, Any] | None = None, **attributes: Any) -> Span:
-    return _NULL
+def _parse_level(level: int | str | None, variable: str | None, trace_dir: str | None) -> int:
+    if level is None:
+        level = variable or ("rpc" if trace_dir else "off")
+    if isinstance(level, int):
+        level = LEVEL_NAMES[level]
+    if level not in LEVEL_NAMES:
+        raise ConfigError(f"trace level {level!r} is not one of {', '.join(LEVEL_NAMES)}")
+    return LEVEL_NAMES.index(level)
 
 
-def start_span(name: str, **kwargs: Any) -> Span:
-    return _NULL
+def set_label(label: str) -> None:
+    """Name this worker among its kind ("tp0", "pp1.tp0"): `service.name` becomes `minivllm.worker.<label>`."""
+    identity.label = label
+    with recorder.lock:
+        if recorder.files is not None:
+            recorder.drain()
+            recorder.files.write_resource()
 
 
-def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
-    return lambda f: f
+def set_service_name(name: str) -> None:
+    """Set `service.name` as a whole."""
+    identity.service_name_override = name
+    set_label(identity.label or "")
 
 
-def pack_context() -> bytes:
-    return b""
+def record_bootstrap(name: str) -> None:
+    """Record the span from the parent's Process.start() to this moment; call it right after configure().
+
+    Without a start time (tracing off, or not started under child_environment()) only its failpoints fire.
+    """
+    entry = _span._enabled.get(name)
+    if entry is None:
+        return
+    thread = _span._local.thread
+    site = _span._find_site(sys._getframe(1), entry)
+    item = Span(entry, {}, entry.kind, (), None, site, thread)
+    _span._start(item, _started_ns or monotonic_ns())
+    item.end()
 
 
-def current_span() -> Span:
-    return _NULL
+def child_variables(parent: bytes | None = None) -> dict[str, str]:
+    """What a child process needs to join this trace, as environment variables. parent: packed context."""
+    packed = parent or pack_context()
+    trace_dir = str(recorder.files.directory) if recorder.files is not None else None
+    return context.child_variables(context.unpack(packed) if packed else None, level, trace_dir)
 
 
 @contextmanager
-def child_environment() -> Iterator[None]:
-    yield
+def child_environment(parent: bytes | None = None) -> Iterator[None]:
+    """Set child_variables() in os.environ around Process.start(); children then belong to the current span."""
+    with context.environment(child_variables(parent)):
+        yield
 
 
-def configure(role: str, rank: int | None = None, **kwargs: Any) -> None: ...
-def shutdown() -> None: ...
-def flush() -> None: ...
-def attach_board(memory: memoryview) -> None: ...
+def flush() -> None:
+    """Write all spans that have ended."""
+    recorder.drain()
+
+
+def shutdown() -> None:
+    """Write everything, spans still open as unfinished, and close the files. Idempotent; configure() starts again."""
+    with recorder.lock:
+        for item in list(recorder.open.values()):
+            item.set(unfinished=True)
+            item.error("still open when the process ended")
+            item.end()
+        if not level:
+            return
+        _apply(OFF)
+    recorder.stop()
+    with recorder.lock:
+        if recorder.files is not None:
+            recorder.files.close()
+            recorder.files = None
+
+
+def _after_fork_in_child() -> None:
+    renew_identity()
+    _span.forget()
+    _apply(level)
+
+
+atexit.register(shutdown)
+os.register_at_fork(after_in_child=_after_fork_in_child)
+_apply(OFF)

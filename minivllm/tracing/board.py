@@ -1,0 +1,58 @@
+"""The step board: one line of shared memory in which a process keeps the names of the steps it has open.
+
+vLLM 0.25.1: none (a dead or late worker is reported without the step it was in)
+Articles: part 2 §2.3.2
+
+Layout of the line, native byte order: u32 depth, then 14 u16 catalogue indices, outermost first. One writer (the
+thread that attached the board), any number of readers; no lock, since a torn read only yields a step that was
+open a moment ago.
+"""
+
+from __future__ import annotations
+
+from minivllm.tracing.catalogue import BY_INDEX
+
+BOARD_BYTES = 64
+MAX_DEPTH = 14
+
+
+class Board:
+    """The writer's side. `depth` and `steps` are views of the shared line."""
+
+    __slots__ = ("depth", "steps")
+
+    def __init__(self, memory: memoryview) -> None:
+        if memory.nbytes < BOARD_BYTES:
+            raise ValueError(f"a step board needs {BOARD_BYTES} bytes, got {memory.nbytes}")
+        line = memory.cast("B")[:BOARD_BYTES]
+        self.depth = line[:4].cast("I")
+        self.steps = line[4 : 4 + 2 * MAX_DEPTH].cast("H")
+
+    def push(self, index: int) -> int:
+        """Open a step; returns the depth to give to `restore` when it ends."""
+        depth = self.depth[0]
+        if depth < MAX_DEPTH:
+            self.steps[depth] = index
+        # The entry is written before the depth that makes it visible.
+        self.depth[0] = depth + 1
+        return depth
+
+    def restore(self, depth: int) -> None:
+        """End a step and whatever was opened inside it and not ended."""
+        self.depth[0] = depth
+
+    def release(self) -> None:
+        """Let go of the memory, so that its owner can unmap it."""
+        self.depth.release()
+        self.steps.release()
+
+
+def read_board(memory: memoryview) -> list[str]:
+    """Return the names of the steps open in the process that writes this board, outermost first.
+
+    A line that nobody has written yet, or one that holds garbage, gives an empty list or skips the bad entries.
+    """
+    line = memory.cast("B")[:BOARD_BYTES]
+    depth = min(line[:4].cast("I")[0], MAX_DEPTH)
+    steps = line[4 : 4 + 2 * MAX_DEPTH].cast("H")[:depth].tolist()
+    return [BY_INDEX[index - 1].name for index in steps if 0 < index <= len(BY_INDEX)]

@@ -1,0 +1,137 @@
+"""Finished spans as OTLP/JSON text, put together by hand because the drain thread shares the GIL with the hot path.
+
+vLLM 0.25.1: none (it exports protobuf through the OpenTelemetry SDK)
+Articles: none
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from minivllm.tracing.process import clock
+
+if TYPE_CHECKING:
+    from minivllm.tracing.span import Span
+
+KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
+_INT64 = 1 << 63
+_text_cache: dict[str, str] = {}
+_key_cache: dict[str, str] = {}
+
+
+def quote(text: str) -> str:
+    """JSON string; what is not valid Unicode is replaced."""
+    cached = _text_cache.get(text)
+    if cached is not None:
+        return cached
+    try:
+        quoted = msgspec.json.encode(text).decode()
+    except UnicodeEncodeError:
+        quoted = msgspec.json.encode(text.encode("utf-8", "replace").decode()).decode()
+    if len(text) <= 64 and len(_text_cache) < 4096:
+        _text_cache[text] = quoted
+    return quoted
+
+
+def attribute_name(name: str) -> str:
+    """Our own attributes start with `minivllm.`; dotted names are the conventions' and stay."""
+    return name if "." in name else "minivllm." + name
+
+
+def _value(value: Any) -> str:
+    """One AnyValue of OTLP/JSON. Unknown types become text."""
+    kind = type(value)
+    if kind is str:
+        return f'{{"stringValue":{quote(value)}}}'
+    if kind is bool:
+        return '{"boolValue":true}' if value else '{"boolValue":false}'
+    if kind is int:
+        if -_INT64 <= value < _INT64:
+            return f'{{"intValue":"{value}"}}'
+        return f'{{"stringValue":"{value}"}}'
+    if kind is float:
+        if math.isfinite(value):
+            return f'{{"doubleValue":{value!r}}}'
+        return f'{{"doubleValue":"{"NaN" if value != value else "Infinity" if value > 0 else "-Infinity"}"}}'
+    if kind is list or kind is tuple:
+        return f'{{"arrayValue":{{"values":[{",".join(map(_value, value))}]}}}}'
+    if kind is dict:
+        entries = ",".join(
+            f'{{"key":{quote(str(key))},"value":{_value(item)}}}' for key, item in value.items()
+        )
+        return f'{{"kvlistValue":{{"values":[{entries}]}}}}'
+    if kind is bytes:
+        return f'{{"bytesValue":"{base64.b64encode(value).decode()}"}}'
+    if isinstance(value, (set, frozenset)):
+        return _value(sorted(map(str, value)))
+    for plain in (bool, int, float, str):  # subclasses: enums, numpy scalars that are Python numbers
+        if isinstance(value, plain):
+            return _value(plain(value))
+    try:
+        return _value(str(value))
+    except Exception as error:
+        return _value(f"<{kind.__name__}: {type(error).__name__} in str()>")
+
+
+def attributes(items: Mapping[str, Any]) -> str:
+    """The list of KeyValue objects, without the brackets. None values are left out."""
+    parts = []
+    for name, value in items.items():
+        if value is None:
+            continue
+        key = _key_cache.get(name)
+        if key is None:
+            key = f'{{"key":{quote(attribute_name(name))},"value":'
+            if len(_key_cache) < 4096:
+                _key_cache[name] = key
+        parts.append(f"{key}{_value(value)}}}")
+    return ",".join(parts)
+
+
+def span(item: Span) -> str:
+    """One Span object of OTLP/JSON. A span that has not ended has no end time (used by the journal)."""
+    parts = [
+        f'{{"traceId":"{item.trace_id.hex()}","spanId":"{item.span_id:016x}"',
+        f',"parentSpanId":"{item.parent_id:016x}"' if item.parent_id else "",
+        f',"name":"{item.spec.name}","kind":{KINDS[item.kind]}',
+        f',"startTimeUnixNano":"{clock.wall_ns(item.start_ns)}"',
+        f',"endTimeUnixNano":"{clock.wall_ns(item.end_ns)}"' if item.end_ns else "",
+    ]
+    thread = item.thread
+    standard = thread.json + item.site.json
+    own = attributes(item.attributes)
+    parts.append(f',"attributes":[{standard}{"," if own else ""}{own}]')
+    if item.events:
+        events = ",".join(
+            f'{{"timeUnixNano":"{clock.wall_ns(time_ns)}","name":{quote(name)},"attributes":[{attributes(values)}]}}'
+            for time_ns, name, values in item.events
+        )
+        parts.append(f',"events":[{events}]')
+    if item.links:
+        links = ",".join(
+            f'{{"traceId":"{link[:16].hex()}","spanId":"{link[16:24].hex()}"}}' for link in item.links
+        )
+        parts.append(f',"links":[{links}]')
+    if item.status:
+        parts.append(f',"status":{{"code":{item.status},"message":{quote(item.status_message)}}}')
+    parts.append("}")
+    return "".join(parts)
+
+
+def resource(items: Mapping[str, Any]) -> str:
+    """The Resource object of OTLP/JSON; names are taken as they are."""
+    pairs = ",".join(f'{{"key":{quote(name)},"value":{_value(value)}}}' for name, value in items.items())
+    return f'{{"attributes":[{pairs}]}}'
+
+
+def line(resource_json: str, spans: list[str], version: str) -> bytes:
+    """One line of the file: an ExportTraceServiceRequest with one resource."""
+    return (
+        f'{{"resourceSpans":[{{"resource":{resource_json},"scopeSpans":[{{"scope":{{"name":"minivllm",'
+        f'"version":"{version}"}},"spans":[{",".join(spans)}]}}]}}]}}\n'
+    ).encode()

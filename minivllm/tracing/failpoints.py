@@ -1,0 +1,124 @@
+"""Places where the reader can break the system: each span of the catalogue, by name, rank and occurrence.
+
+vLLM 0.25.1: none
+Articles: part 2 §2.6
+
+MINIVLLM_FAILPOINTS="worker.load_model@rank1=kill; rpc.execute@rank0#3=raise; run@client=sleep:5"
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minivllm.exceptions import ConfigError
+from minivllm.tracing.catalogue import SPANS
+from minivllm.tracing.process import identity
+from minivllm.tracing.spec import CLIENT, ENGINE_CORE, WORKER, SpanSpec
+
+_SPEC = re.compile(
+    r"^(?P<span>[a-z_.]+)(?:@(?P<who>rank\d+|engine|client))?(?:\#(?P<nth>\d+|\*))?"
+    r"=(?P<action>kill|raise|hang|exit:\d+|sleep:\d+(?:\.\d+)?)$"
+)
+SYNTAX = "span[@rankN|@engine|@client][#occurrence|#*]=kill|exit:N|raise|sleep:SECONDS|hang"
+
+
+class FailpointError(RuntimeError):
+    """Raised by a failpoint with the action `raise`."""
+
+
+@dataclass(slots=True)
+class Failpoint:
+    """One parsed failpoint. `seen` counts the matching entries of its span in this process.
+
+    Attributes:
+        who: "rankN", "engine", "client", or "" for any process.
+        nth: the occurrence at which it fires, from 1; 0 for every one.
+    """
+
+    text: str
+    span: str
+    who: str
+    nth: int
+    action: str
+    argument: float
+    seen: int = 0
+
+    def due(self, spec: SpanSpec) -> bool:
+        """Count this entry of the span if it is meant for this process, and say whether to act."""
+        if self.who and self.who not in _names_of_this_process(spec):
+            return False
+        self.seen += 1
+        return self.nth in (0, self.seen)
+
+
+def _names_of_this_process(spec: SpanSpec) -> set[str]:
+    """The names by which this process can be meant for this span.
+
+    With one process for everything (InprocClient, UniProcExecutor) the client stands in for the others.
+    """
+    role, rank = identity.role, identity.rank
+    if role == WORKER:
+        return {f"rank{rank}"}
+    names = {"engine" if role == ENGINE_CORE else "client"}
+    if role not in spec.process or spec.process[0] != role:
+        names |= {"rank0"} if WORKER in spec.process else set()
+        names |= {"engine"} if ENGINE_CORE in spec.process and role == CLIENT else set()
+    return names
+
+
+def parse(text: str) -> dict[str, list[Failpoint]]:
+    """Parse the value of MINIVLLM_FAILPOINTS into failpoints by span name.
+
+    Raises:
+        ConfigError: a part has another form than SYNTAX, or names a span that the catalogue does not have.
+    """
+    failpoints: dict[str, list[Failpoint]] = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        match = _SPEC.match(re.sub(r"\s*([=@#:])\s*", r"\1", part))
+        if match is None:
+            raise ConfigError(f"MINIVLLM_FAILPOINTS: {part!r} is not of the form {SYNTAX}")
+        if match["span"] not in SPANS:
+            raise ConfigError(
+                f"MINIVLLM_FAILPOINTS: {match['span']!r} is not a span (`minivllm spans` lists them)"
+            )
+        nth = match["nth"] or "1"
+        if nth == "0":
+            raise ConfigError(f"MINIVLLM_FAILPOINTS: {part!r}: occurrences count from 1")
+        action, _, argument = match["action"].partition(":")
+        failpoints.setdefault(match["span"], []).append(
+            Failpoint(
+                text=part,
+                span=match["span"],
+                who=match["who"] or "",
+                nth=0 if nth == "*" else int(nth),
+                action=action,
+                argument=float(argument or 0),
+            )
+        )
+    return failpoints
+
+
+def act(failpoint: Failpoint, save_trace: Callable[[], None]) -> None:
+    """Do what the failpoint says. save_trace writes finished spans and journals open ones before the process ends.
+
+    Raises:
+        FailpointError: the action is `raise`.
+    """
+    if failpoint.action == "sleep":
+        time.sleep(failpoint.argument)
+    elif failpoint.action == "raise":
+        raise FailpointError(f"failpoint {failpoint.text}")
+    elif failpoint.action == "hang":
+        while True:
+            time.sleep(3600)
+    else:
+        save_trace()
+        if failpoint.action == "exit":
+            os._exit(int(failpoint.argument))
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # SIGKILL is delivered before this returns

@@ -1,0 +1,83 @@
+"""The files of one process in the trace directory: finished spans, start journal, table of open spans.
+
+vLLM 0.25.1: none
+Articles: none
+
+`<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …} a line. `<role>-<pid>.journal.jsonl` gets one line
+for the resource and one for each lifecycle span as it starts; the process holds a lock on it while it lives.
+`<role>-<pid>.open` is the OpenTable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minivllm.tracing import encode
+from minivllm.tracing.open_table import OpenTable
+from minivllm.tracing.process import clock, identity
+
+if TYPE_CHECKING:
+    from minivllm.tracing.span import Span
+
+logger = logging.getLogger(__name__)
+VERSION = "0.1.0"
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+class TraceFiles:
+    """Writes what it is given at once; a full disk or a removed directory costs the trace, never the run."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        stem = f"{identity.role}-{identity.pid}"
+        self._spans_fd = os.open(self.directory / f"{stem}.jsonl", _APPEND, 0o644)
+        self._journal_fd = os.open(self.directory / f"{stem}.journal.jsonl", _APPEND, 0o644)
+        # Held until the process is gone: the reader tells a span still open from one that will never end by it.
+        fcntl.flock(self._journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.table = OpenTable(self.directory / f"{stem}.open", identity.pid, clock.offset_ns)
+        self._failed = False
+        self._resource = ""
+        self.write_resource()
+
+    def write_resource(self) -> None:
+        """Say who this process is, again whenever its label or name has changed."""
+        self._resource = encode.resource(identity.resource())
+        self._write(
+            self._journal_fd,
+            f'{{"resource":{self._resource},"clockOffsetNano":"{clock.offset_ns}"}}\n'.encode(),
+        )
+
+    def journal(self, span: Span) -> None:
+        """Note the start of a span with what is known about it; one write, so that lines never mix."""
+        self._write(self._journal_fd, f'{{"span":{encode.span(span)}}}\n'.encode())
+
+    def write(self, spans: list[Span]) -> None:
+        """Append finished spans as one line, then free their slots in the open table."""
+        if spans:
+            self._write(
+                self._spans_fd, encode.line(self._resource, [encode.span(span) for span in spans], VERSION)
+            )
+            for span in spans:
+                if span.slot:
+                    self.table.release(span.slot)
+                    span.slot = 0
+
+    def _write(self, fd: int, data: bytes) -> None:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning("trace of %s is incomplete: %s: %s", identity.role, self.directory, error)
+
+    def close(self) -> None:
+        """Close all files; the lock goes with them."""
+        os.close(self._spans_fd)
+        os.close(self._journal_fd)

@@ -1,0 +1,117 @@
+"""Takes finished spans from the hot path and writes them from a thread that sleeps while nothing happens.
+
+vLLM 0.25.1: none (the SDK's BatchSpanProcessor, whose spans are lost when a process is killed)
+Articles: none
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from minivllm.tracing.files import TraceFiles
+
+if TYPE_CHECKING:
+    from minivllm.tracing.span import Span
+
+DRAIN_INTERVAL_S = 0.2
+CHUNK_SPANS = 128
+THREAD_NAME = "minivllm-trace"
+
+Sink = Callable[["list[Span]"], None]
+
+
+class Recorder:
+    """One per process.
+
+    Attributes:
+        finished: spans that ended and are not written yet; appended to by any thread, never replaced.
+        open: spans that have started and not ended, by span id.
+        idle: True while the drain thread sleeps without a deadline; whoever appends then calls wake().
+        files: the trace files, when the run has a directory.
+        sinks: further takers of finished spans.
+    """
+
+    def __init__(self) -> None:
+        self.finished: list[Span] = []
+        self.open: dict[int, Span] = {}
+        self.idle = True
+        self.files: TraceFiles | None = None
+        self.sinks: list[Sink] = []
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self.lock = threading.RLock()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.idle = True
+
+    def wake(self) -> None:
+        """Have the drain thread look at `finished`; starts it at first use."""
+        self.idle = False
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is shutting down: shutdown() writes the rest
+                return
+            self._thread = thread
+        self._wake.set()
+
+    def _run(self) -> None:
+        stop, wake = self._stop, self._wake
+        while True:
+            wake.wait()
+            wake.clear()
+            if stop.wait(DRAIN_INTERVAL_S):
+                return
+            if self.drain(polite=True):
+                wake.set()
+                continue
+            # Set before the second look: a span appended between the two is seen by one side or the other.
+            self.idle = True
+            if self.finished:
+                self.idle = False
+                wake.set()
+
+    def drain(self, polite: bool = False) -> int:
+        """Write everything that has ended so far; returns how many spans. polite: let other threads run in between."""
+        total = 0
+        while self.finished:
+            with self.lock:
+                chunk = self.finished[:CHUNK_SPANS]
+                del self.finished[: len(chunk)]
+                if self.files is not None:
+                    self.files.write(chunk)
+                for sink in self.sinks:
+                    sink(chunk)
+            total += len(chunk)
+            if polite:
+                time.sleep(0)
+        return total
+
+    def stop(self) -> None:
+        """End the drain thread and write what is left; recording may start again later."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        self.drain()
+        self._start_afresh()
+
+    def forget(self) -> None:
+        """In a forked child: drop the parent's spans, files and thread without touching them."""
+        for span in self.open.values():
+            span.end_ns = span.end_ns or -1  # whoever still holds it must not write it a second time
+        self.open.clear()
+        self.finished.clear()
+        if self.files is not None:
+            self.files.close()
+            self.files = None
+        self._start_afresh()
+
+
+recorder = Recorder()

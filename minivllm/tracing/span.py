@@ -1,0 +1,534 @@
+"""The span itself and the hot path around it.
+
+vLLM 0.25.1: vllm/tracing/__init__.py (instrument), vllm/tracing/otel.py (otel_instrument)
+Articles: part 2 §2.4.8
+
+Deviation from vLLM: spans are slotted records written outside the hot path, at about a thirtieth of the cost of
+an SDK span, so that RPCs and queue messages can be traced without changing what is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from time import monotonic_ns
+from types import CodeType, TracebackType
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+import minivllm
+from minivllm.tracing import context, encode, failpoints
+from minivllm.tracing.board import Board
+from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
+from minivllm.tracing.recorder import recorder
+from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
+STATUS_UNSET, STATUS_OK, STATUS_ERROR = 0, 1, 2
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(minivllm.__file__))) + os.sep
+
+
+class Site(msgspec.Struct, frozen=True, eq=False):
+    """A place in the source that emits spans; `json` holds its attributes ready for the file."""
+
+    function: str
+    path: str
+    line: int
+    json: str
+
+
+class ThreadState:
+    """What the hot path needs to know about its thread. `current` is the innermost open span of a `with`."""
+
+    __slots__ = ("current", "json", "main", "name", "native_id")
+
+    def __init__(self) -> None:
+        thread = threading.current_thread()
+        self.current: Span | None = None
+        self.name = thread.name
+        self.native_id = threading.get_native_id()
+        self.main = thread is threading.main_thread()
+        self.json = (
+            f'{{"key":"thread.id","value":{{"intValue":"{self.native_id}"}}}},'
+            f'{{"key":"thread.name","value":{{"stringValue":{encode.quote(self.name)}}}}},'
+        )
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.thread = ThreadState()
+
+
+class _Settings:
+    """Read at the slow places; the hot path reads the module's globals below."""
+
+    parent: context.Parent | None = None  # from TRACEPARENT
+    trace_id: bytes = b""  # of spans that have no parent at all
+    roots: list[Span] = []  # noqa: RUF012 - open spans that adopt spans of threads without one
+
+
+_local = _Local()
+_settings = _Settings()
+_level = OFF
+_enabled: dict[str, SpanSpec] = {}
+_ids = context.new_span_ids()
+_failpoints: dict[str, list[failpoints.Failpoint]] = {}
+_board: Board | None = None
+_board_thread: ThreadState | None = None
+_sites: list[Site | None] = [None] * (len(BY_INDEX) + 1)
+_site_cache: dict[tuple[CodeType, int], Site] = {}
+_finished = recorder.finished
+_open = recorder.open
+
+
+class Span(msgspec.Struct, gc=False, eq=False):
+    """One step that is running or has run. Made by span() and start_span() only.
+
+    Times are nanoseconds of the monotonic clock. start_ns stays 0 for a span that is not recorded, which then has
+    the ids of the recorded span around it. gc=False: a span refers to the spans around it, never in a cycle.
+    """
+
+    spec: SpanSpec
+    attributes: dict[str, Any]
+    kind: str
+    links: tuple[bytes, ...]
+    parent: bytes | None
+    site: Site
+    thread: ThreadState
+    outer: Span | None = None
+    trace_id: bytes = b""
+    span_id: int = 0
+    parent_id: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+    slot: int = 0
+    depth: int = -1
+    status: int = STATUS_UNSET
+    status_message: str = ""
+    events: list[tuple[int, str, dict[str, Any]]] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def recording(self) -> bool:
+        """Whether this span will be written; use it to skip the computing of costly attributes."""
+        return self.start_ns != 0 and self.end_ns == 0
+
+    @property
+    def context(self) -> bytes:
+        """25 bytes that make a span elsewhere a child of this one; b"" when tracing is off."""
+        return context.pack(self.trace_id, self.span_id) if self.span_id else b""
+
+    def set(self, attrs: dict[str, Any] | None = None, **attributes: Any) -> None:
+        """Add attributes: `foo=` becomes `minivllm.foo`, names with dots go through `attrs` unchanged."""
+        self.attributes.update(attributes)
+        if attrs:
+            self.attributes.update(attrs)
+
+    def event(self, name: str, attrs: dict[str, Any] | None = None, **attributes: Any) -> None:
+        """Note that something happened now, at one moment within the step."""
+        if self.start_ns:
+            if attrs:
+                attributes.update(attrs)
+            if self.events is None:
+                self.events = []
+            self.events.append((monotonic_ns(), name, attributes))
+
+    def link(self, packed: bytes) -> None:
+        """Refer to a span elsewhere that is not the parent, such as the enqueue of the message just dequeued."""
+        if packed:
+            self.links = (*self.links, packed)
+
+    def error(self, message: str) -> None:
+        """Mark the step as failed without an exception."""
+        self.status = STATUS_ERROR
+        self.status_message = message
+
+    def record_exception(self, exc: BaseException) -> None:
+        """Mark the step as failed and keep type, message and traceback.
+
+        SystemExit, KeyboardInterrupt and GeneratorExit are ways to end, not errors: only their name is kept.
+        """
+        if not self.start_ns:
+            return
+        name = type(exc).__name__
+        if type(exc).__module__ not in ("builtins", "__main__"):
+            name = f"{type(exc).__module__}.{type(exc).__qualname__}"
+        if not isinstance(exc, Exception):
+            self.attributes["ended_by"] = name
+            return
+        self.error(f"{name}: {exc}")
+        self.attributes["error.type"] = name
+        stack = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        self.event(
+            "exception",
+            {"exception.type": name, "exception.message": str(exc), "exception.stacktrace": stack},
+        )
+
+    def end(self) -> None:
+        """End the span, in any thread. Ending it again, or after shutdown(), does nothing."""
+        if self.start_ns and not self.end_ns:
+            self.end_ns = monotonic_ns()
+            if _open.pop(self.span_id, None) is None:
+                return
+            if self.slot:
+                _table_leave(self.slot, self.end_ns, self.status)
+            if self in _settings.roots:
+                _settings.roots.remove(self)
+            _finished.append(self)
+            if recorder.idle:
+                recorder.wake()
+
+    def __enter__(self) -> Span:
+        thread = self.thread
+        outer = thread.current
+        self.outer = outer
+        spec = self.spec
+        if spec.level <= _level and not self.start_ns:
+            if outer is not None and outer.span_id and self.parent is None:
+                self.trace_id = outer.trace_id
+                self.parent_id = outer.span_id
+            else:
+                self.trace_id, self.parent_id = _find_parent(self.parent, spec)
+            span_id = next(_ids)
+            self.span_id = span_id
+            self.start_ns = start_ns = monotonic_ns()
+            _open[span_id] = self
+            if spec.level == LIFECYCLE:
+                _note_start(self, outer is None and thread.main)
+            elif _table_enter is not None:
+                self.slot = _table_enter(
+                    spec.index, thread.native_id, span_id, self.parent_id, start_ns, self.trace_id
+                )
+        elif outer is not None and not self.start_ns:
+            self.trace_id = outer.trace_id
+            self.span_id = outer.span_id
+        thread.current = self
+        if thread is _board_thread and spec.level <= RPC:
+            self.depth = _board.push(spec.index)  # type: ignore[union-attr]
+        if _failpoints and spec.name in _failpoints:
+            try:
+                _fire(self)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        thread = self.thread
+        thread.current = self.outer
+        if self.depth >= 0 and _board is not None:
+            _board.restore(self.depth)
+        if exc is not None:
+            self.record_exception(exc)
+        if self.start_ns and not self.end_ns:
+            self.end_ns = end_ns = monotonic_ns()
+            if _open.pop(self.span_id, None) is None:
+                return
+            if self.slot:
+                _table_leave(self.slot, end_ns, self.status)
+            elif _settings.roots and self in _settings.roots:
+                _settings.roots.remove(self)
+            _finished.append(self)
+            if recorder.idle:
+                recorder.wake()
+
+
+class _NullSpan(Span, gc=False, eq=False):
+    """What span() returns for a step that is not recorded: everything is accepted and nothing kept."""
+
+    def set(self, attrs: dict[str, Any] | None = None, **attributes: Any) -> None: ...
+    def event(self, name: str, attrs: dict[str, Any] | None = None, **attributes: Any) -> None: ...
+    def link(self, packed: bytes) -> None: ...
+    def error(self, message: str) -> None: ...
+    def record_exception(self, exc: BaseException) -> None: ...
+    def end(self) -> None: ...
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+
+NULL: Span = _NullSpan(BY_INDEX[0], {}, "internal", (), None, Site("", "", 0, ""), ThreadState())
+
+
+def _no_table(slot: int, end_ns: int, status: int) -> None: ...
+
+
+_table_enter: Callable[[int, int, int, int, int, bytes], int] | None = None
+_table_leave: Callable[[int, int, int], None] = _no_table
+
+
+def span(
+    name: str,
+    *,
+    parent: bytes | None = None,
+    links: tuple[bytes, ...] = (),
+    kind: str = "",
+    attrs: dict[str, Any] | None = None,
+    **attributes: Any,
+) -> Span:
+    """Return a context manager for one step of the catalogue.
+
+    Args:
+        name: name in the catalogue, which also gives level and kind.
+        parent: packed context of the parent; None or b"" takes the thread's innermost open span.
+        links: packed contexts of spans that this one refers to.
+        kind: "internal", "client", "server", "producer" or "consumer"; the catalogue's when empty.
+        attrs: attributes whose names have dots (the conventions' names).
+        attributes: our own attributes; `foo` is written as `minivllm.foo`.
+
+    Raises:
+        KeyError: the name is not in the catalogue (checked only while tracing is active).
+    """
+    entry = _enabled.get(name)
+    if entry is None:
+        if _level or _failpoints:
+            spec(name)
+        return NULL
+    if attrs is not None:
+        attributes.update(attrs)
+    site = _sites[entry.index]
+    if site is None:
+        site = _find_site(sys._getframe(1), entry)
+    return Span(entry, attributes, kind or entry.kind, links, parent or None, site, _local.thread)
+
+
+def start_span(
+    name: str,
+    *,
+    parent: bytes | None = None,
+    links: tuple[bytes, ...] = (),
+    kind: str = "",
+    attrs: dict[str, Any] | None = None,
+    **attributes: Any,
+) -> Span:
+    """Start a span that is not tied to a block: end() it yourself, in any thread. Arguments as for span().
+
+    It does not become the thread's current span; give `parent=that.context` to its children. The span `run`
+    adopts spans of threads that have no other parent while it is open.
+    """
+    entry = _enabled.get(name)
+    if entry is None:
+        if _level or _failpoints:
+            spec(name)
+        return NULL
+    if attrs is not None:
+        attributes.update(attrs)
+    thread = _local.thread
+    site = _find_site(sys._getframe(1), entry)
+    item = Span(entry, attributes, kind or entry.kind, links, parent or None, site, thread)
+    _start(item, monotonic_ns())
+    return item
+
+
+def _start(item: Span, start_ns: int) -> None:
+    """Start a span outside the thread's stack at a given moment, and fire its failpoints."""
+    entry, outer = item.spec, item.thread.current
+    if entry.level <= _level:
+        if outer is not None and outer.span_id and item.parent is None:
+            item.trace_id, item.parent_id = outer.trace_id, outer.span_id
+        else:
+            item.trace_id, item.parent_id = _find_parent(item.parent, entry)
+        item.span_id = next(_ids)
+        item.start_ns = start_ns
+        _open[item.span_id] = item
+        if entry.level == LIFECYCLE:
+            _note_start(item, entry.name == "run")
+        elif _table_enter is not None:
+            item.slot = _table_enter(
+                entry.index, item.thread.native_id, item.span_id, item.parent_id, start_ns, item.trace_id
+            )
+    if entry.name in _failpoints:
+        try:
+            _fire(item)
+        except BaseException as error:
+            item.record_exception(error)
+            item.end()
+            raise
+
+
+def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
+    """Decorate a function so that each call is a span; the site is the function itself.
+
+    Raises:
+        KeyError: the name is not in the catalogue.
+    """
+    entry = spec(name)
+
+    def decorate(function: F) -> F:
+        code = inspect.unwrap(function).__code__
+        site = _make_site(code, code.co_firstlineno, function.__module__, function.__qualname__)
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if name not in _enabled:
+                return function(*args, **kwargs)
+            item = Span(entry, attributes.copy(), entry.kind, (), None, site, _local.thread)
+            with item:
+                return function(*args, **kwargs)
+
+        return cast(F, wrapper)
+
+    return decorate
+
+
+def current_span() -> Span:
+    """The innermost open recorded span of this thread; a null span when there is none."""
+    item = _local.thread.current
+    while item is not None and not item.start_ns:
+        item = item.outer
+    return item or NULL
+
+
+def pack_context() -> bytes:
+    """25 bytes of the span that a message sent now belongs to; b"" when tracing is off."""
+    if not _level:
+        return b""
+    item = _local.thread.current
+    if item is not None and item.span_id:
+        return context.pack(item.trace_id, item.span_id)
+    parent = default_parent()
+    return context.pack(*parent) if parent is not None else b""
+
+
+def default_parent() -> context.Parent | None:
+    """Parent of spans in threads that have none open: an open root of this process, else TRACEPARENT's."""
+    if _settings.roots:
+        root = _settings.roots[-1]
+        return root.trace_id, root.span_id
+    return _settings.parent
+
+
+def _find_parent(packed: bytes | None, entry: SpanSpec) -> context.Parent:
+    if packed is not None:
+        return context.unpack(packed)
+    if entry.name == "run":
+        # A run is a trace of its own unless the caller has one; an older run still open is no parent.
+        return context.active_opentelemetry_parent() or _settings.parent or (context.new_trace_id(), 0)
+    parent = default_parent()
+    if parent is None:
+        _settings.trace_id = _settings.trace_id or context.new_trace_id()
+        return _settings.trace_id, 0
+    return parent
+
+
+def _note_start(item: Span, root: bool) -> None:
+    """Journal the start of a lifecycle span; a root adopts what other threads record while it is open."""
+    if root:
+        _settings.roots.append(item)
+    if recorder.files is not None:
+        with recorder.lock:
+            if recorder.files is not None:
+                recorder.files.journal(item)
+
+
+def _fire(item: Span) -> None:
+    for failpoint in _failpoints[item.spec.name]:
+        if failpoint.due(item.spec):
+            item.event("failpoint", action=failpoint.text)
+            failpoints.act(failpoint, save_before_death)
+
+
+def save_before_death() -> None:
+    """Write finished spans and journal the open ones of all levels, as far as this can still be done."""
+    with recorder.lock:
+        recorder.drain()
+        if recorder.files is not None:
+            for item in list(_open.values()):
+                recorder.files.journal(item)
+
+
+def _make_site(code: CodeType, line: int, module: str, qualname: str) -> Site:
+    path = code.co_filename
+    # Never a path of this machine: what is not ours is named by its file alone.
+    path = path[len(_PACKAGE) :].replace(os.sep, "/") if path.startswith(_PACKAGE) else os.path.basename(path)
+    function = f"{module}.{qualname}"
+    return Site(
+        function,
+        path,
+        line,
+        f'{{"key":"code.function.name","value":{{"stringValue":{encode.quote(function)}}}}},'
+        f'{{"key":"code.file.path","value":{{"stringValue":{encode.quote(path)}}}}},'
+        f'{{"key":"code.line.number","value":{{"intValue":"{line}"}}}}',
+    )
+
+
+def _find_site(frame: Any, entry: SpanSpec) -> Site:
+    """The caller's place in the source. Only lifecycle spans look it up each time: others keep their first."""
+    code, line = frame.f_code, frame.f_lineno
+    site = _site_cache.get((code, line))
+    if site is None:
+        qualname = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no co_qualname
+        site = _make_site(code, line, frame.f_globals.get("__name__", "?"), qualname)
+        _site_cache[code, line] = site
+    if entry.level > LIFECYCLE:
+        _sites[entry.index] = site
+    return site
+
+
+def apply(level: int, active_failpoints: dict[str, list[failpoints.Failpoint]]) -> None:
+    """Set what the hot path looks at."""
+    global _level, _failpoints, _enabled, _table_enter, _table_leave
+    _level, _failpoints = level, active_failpoints
+    # Lifecycle spans are always real, since the step board must be right with tracing off, too.
+    visible = max(level, RPC if active_failpoints else LIFECYCLE)
+    _enabled = {
+        name: entry for name, entry in SPANS.items() if entry.level <= visible or name in active_failpoints
+    }
+    table = recorder.files.table if recorder.files is not None and level >= RPC else None
+    _table_enter = table.enter if table is not None else None
+    _table_leave = table.leave if table is not None else _no_table
+
+
+def attach_board(memory: memoryview) -> None:
+    """Keep the names of the steps that the calling thread has open in this line of shared memory (64 bytes).
+
+    Steps that are open already are entered at once. Other threads do not disturb it.
+    """
+    global _board, _board_thread
+    detach_board()
+    board, thread = Board(memory), _local.thread
+    board.restore(0)
+    stack = []
+    item = thread.current
+    while item is not None:
+        stack.append(item)
+        item = item.outer
+    for item in reversed(stack):
+        if item.spec.level <= RPC:
+            item.depth = board.push(item.spec.index)
+    _board, _board_thread = board, thread
+
+
+def detach_board() -> None:
+    """Let go of the board's memory so that it can be unmapped."""
+    global _board, _board_thread
+    board, _board, _board_thread = _board, None, None
+    if board is not None:
+        board.release()
+
+
+def forget() -> None:
+    """In a forked child: new ids, nothing open, no board; the parent's context becomes that of the environment."""
+    global _ids, _board, _board_thread
+    _ids = context.new_span_ids()
+    _board = _board_thread = None  # not released: the memory belongs to the parent's mapping
+    packed = pack_context()
+    if packed:
+        _settings.parent = context.unpack(packed)
+    _settings.roots.clear()
+    _local.thread = ThreadState()
+    recorder.forget()
