@@ -1,0 +1,155 @@
+"""View `rpc`: one collective_rpc from the broadcast to the last response.
+
+vLLM 0.25.1: no counterpart
+Articles: part 2 §2.3.7, §2.4.10–§2.4.13, §2.5.2
+"""
+
+from __future__ import annotations
+
+from minivllm.exceptions import ConfigError
+from minivllm.timeline import text as words
+from minivllm.timeline.messages import Messages, dequeue_row, slot_text
+from minivllm.timeline.run import Run, attribute, rank_of
+from minivllm.timeline.view import Row, View
+from minivllm.trace_store import Process, Span
+
+_MARGIN = 0.03
+
+
+def build(run: Run) -> View:
+    view = View("rpc", "One broadcast and its responses")
+    calls = run.all("rpc.call")
+    if not calls:
+        view.missing.append(run.missing("rpc", "rpc spans"))
+        return view
+    call = _choose(run, calls)
+    method = method_of(call)
+    seq = attribute(call, "seq")
+    number = f" number {seq}" if seq is not None else ""
+    view.title = (
+        f"One broadcast and its responses: {method}, call{number}, {words.instant(run.at(call.start_ns), 3)} "
+        "after the start of the run"
+    )
+    messages = Messages(run)
+    executions = sorted(
+        (s for s in run.store.children(call) if s.name == "rpc.execute"), key=lambda s: rank_of(s) or 0
+    )
+    enqueue = next((s for s in run.store.children(call) if s.name == "mq.enqueue"), None)
+    view.rows += _caller_rows(run, call, enqueue, messages)
+    for process in run.workers:
+        view.rows += _worker_rows(run, process, executions, enqueue, messages)
+    ends = [call.end_ns, *(s.end_ns for s in executions)]
+    margin = (max(ends) - call.start_ns) * _MARGIN
+    view.start_ns, view.end_ns = run.at(call.start_ns) - round(margin), run.at(max(ends)) + round(margin)
+    view.zero_ns = run.at(call.start_ns)
+    view.explanation = _explain(run, call, executions, enqueue, messages)
+    if enqueue is None:
+        view.missing.append(run.missing("message", "queue messages (slot, size, who read when)"))
+    return view
+
+
+def method_of(span: Span) -> str:
+    return str(span.attributes.get("rpc.method") or attribute(span, "method") or "a call")
+
+
+def _choose(run: Run, calls: list[Span]) -> Span:
+    """The call in focus; by default an execute_model in the middle of the run, which is a decode step."""
+    focus = run.options.focus
+    if focus is None:
+        steps = [c for c in calls if method_of(c) == "execute_model" and not c.is_error] or calls
+        return steps[len(steps) // 2]
+    for call in calls:
+        if str(attribute(call, "seq")) == focus or (len(focus) >= 4 and call.span_id.startswith(focus.lower())):
+            return call
+    if len(focus) >= 4:
+        for span in run.store.spans():
+            if span.span_id.startswith(focus.lower()):
+                inside = [c for c in run.below(span) if c.name == "rpc.call"]
+                around = [c for c in calls if c.start_ns <= span.start_ns and span.end_ns <= c.end_ns]
+                if inside or around:
+                    return min(inside or around, key=lambda c: c.start_ns)
+    numbers = [int(n) for c in calls if (n := attribute(c, "seq")) is not None]
+    known = f"calls are numbered {min(numbers)} to {max(numbers)}" if numbers else f"the run has {len(calls)} calls"
+    raise ConfigError(f"--focus {focus}: no such RPC in this trace; {known}")
+
+
+def _caller_rows(run: Run, call: Span, enqueue: Span | None, messages: Messages) -> list[Row]:
+    rows = [run.heading(call.process), run.row(call, 1, f"rpc.call {method_of(call)}")]
+    for child in sorted(run.store.children(call), key=lambda s: s.start_ns):
+        if child.process is not call.process:
+            continue
+        row = run.row(child, 2)
+        if child is enqueue and slot_text(child):
+            row.label = f"mq.enqueue {slot_text(child)}"
+        rows.append(row)
+        for response in sorted(run.store.children(child), key=lambda s: s.start_ns):
+            if response.name == "mq.dequeue":
+                sender = messages.sender.get(response.span_id)
+                label = f"mq.dequeue from rank {rank_of(sender)}" if sender else "mq.dequeue"
+                rows.append(dequeue_row(run, response, sender, 3, label))
+    return rows
+
+
+def _worker_rows(
+    run: Run, process: Process, executions: list[Span], enqueue: Span | None, messages: Messages
+) -> list[Row]:
+    rows: list[Row] = []
+    if enqueue is not None:
+        for dequeue in messages.read(enqueue):
+            if dequeue.process is process:
+                rows.append(dequeue_row(run, dequeue, enqueue, 1))
+    for execution in executions:
+        if execution.process is process:
+            rows += run.tree(execution, 1, {}, process)
+    return [run.heading(process), *rows] if rows else []
+
+
+def _explain(
+    run: Run, call: Span, executions: list[Span], enqueue: Span | None, messages: Messages
+) -> list[str]:
+    sentences: list[str] = []
+    if enqueue is not None:
+        readers = messages.read(enqueue)
+        arrivals = [
+            f"rank {rank_of(s)} had it {words.duration(max(0, s.end_ns - enqueue.end_ns))} after it was written"
+            for s in readers[:4]
+        ]
+        where = slot_text(enqueue)
+        sentences.append(
+            f"the message ({where or 'one slot of the ring'}) was written once, in "
+            f"{words.duration(enqueue.end_ns - enqueue.start_ns)}, and read by "
+            f"{words.count(len(readers), 'rank')}" + (f": {words.listing(arrivals)}" if arrivals else "")
+        )
+    if executions:
+        by_length = sorted(executions, key=lambda s: s.end_ns - s.start_ns)
+        slow, fast = by_length[-1], by_length[0]
+        text = f"rank {rank_of(slow)} executed for {words.duration(slow.end_ns - slow.start_ns)}"
+        if slow is not fast:
+            text += (
+                f", rank {rank_of(fast)} for {words.duration(fast.end_ns - fast.start_ns)}; the last to finish was "
+                f"rank {rank_of(max(executions, key=lambda s: s.end_ns))}"
+            )
+        sentences.append(text)
+    sentences += _replies(run, call, executions, messages)
+    if call.is_error:
+        sentences.append(f"the call failed: {call.status_message or 'no message'}")
+    return sentences
+
+
+def _replies(run: Run, call: Span, executions: list[Span], messages: Messages) -> list[str]:
+    answers = [s for s in run.below(call) if s.name == "mq.dequeue" and s.process is call.process]
+    repliers = sorted({r for s in answers if (m := messages.sender.get(s.span_id)) and (r := rank_of(m)) is not None})
+    waits = [s for s in run.store.children(call) if s.name == "rpc.await_responses"]
+    sentences = []
+    if repliers:
+        silent = sorted({rank_of(s) for s in executions} - set(repliers) - {None}, key=lambda r: r or 0)
+        text = f"{words.ranks(repliers)} replied"
+        if silent:
+            text += f"; {words.ranks([r for r in silent if r is not None])} computed the same and sent nothing"
+        sentences.append(text)
+    if waits:
+        name = run.actor(call.process).name
+        waited = sum(s.end_ns - s.start_ns for s in waits)
+        share = waited / max(call.end_ns - call.start_ns, 1)
+        sentences.append(f"{name} waited {words.duration(waited)} for it, {share:.0%} of the call")
+    return sentences

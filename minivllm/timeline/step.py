@@ -1,0 +1,103 @@
+"""View `step`: one engine step across processes: schedule, execute on every rank, update.
+
+vLLM 0.25.1: no counterpart
+Articles: part 1 §2, §8.3, part 2 §2.3.4, §2.3.10
+"""
+
+from __future__ import annotations
+
+from minivllm.exceptions import ConfigError
+from minivllm.timeline import text as words
+from minivllm.timeline.messages import Messages
+from minivllm.timeline.rpc import method_of
+from minivllm.timeline.run import Run, attribute, rank_of
+from minivllm.timeline.view import View
+from minivllm.trace_store import Span
+
+
+def build(run: Run) -> View:
+    view = View("step", "One engine step")
+    steps = run.all("engine_core.step")
+    if not steps:
+        view.missing.append(run.missing("rpc", "engine steps"))
+        return view
+    step = _choose(run, steps)
+    number = steps.index(step)
+    view.title = (
+        f"One engine step across processes: step {number} of {len(steps)}, "
+        f"{words.instant(run.at(step.start_ns), 3)} after the start of the run"
+    )
+    executions = [s for s in run.below(step) if s.name == "rpc.execute"]
+    messages = Messages(run)
+    waits = {d: e.end_ns for d, e in messages.sender.items()}
+    view.rows += [run.heading(step.process), *run.tree(step, 1, waits, step.process)]
+    for process in run.workers:
+        own = sorted((s for s in executions if s.process is process), key=lambda s: s.start_ns)
+        if not own:
+            continue
+        view.rows.append(run.heading(process))
+        for execution in own:
+            rows = run.tree(execution, 1, waits, process)
+            rows[0].label = f"rpc.execute {method_of(execution)}"
+            view.rows += rows
+    view.fit()
+    view.zero_ns = run.at(step.start_ns)
+    view.explanation = _explain(run, step, executions)
+    return view
+
+
+def _choose(run: Run, steps: list[Span]) -> Span:
+    focus = run.options.focus
+    if focus is None:
+        return steps[len(steps) // 2]
+    if focus.isdigit() and int(focus) < len(steps):
+        return steps[int(focus)]
+    if len(focus) >= 4:
+        target = next((s for s in run.store.spans() if s.span_id.startswith(focus.lower())), None)
+        if target is not None:
+            for step in steps:
+                if step is target or step.start_ns <= target.start_ns < step.end_ns:
+                    return step
+    raise ConfigError(f"--focus {focus}: no such step in this trace; steps are numbered 0 to {len(steps) - 1}")
+
+
+def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
+    total = max(step.end_ns - step.start_ns, 1)
+    sentences = []
+    inside = list(run.below(step))
+    schedule = next((s for s in inside if s.name == "scheduler.schedule"), None)
+    if schedule is not None:
+        tokens = attribute(schedule, "num_tokens", attribute(schedule, "total_num_scheduled_tokens"))
+        requests = attribute(schedule, "num_reqs")
+        if tokens is not None and requests is not None:
+            sentences.append(
+                f"{words.count(int(tokens), 'token')} of {words.count(int(requests), 'request')} were scheduled"
+            )
+    parts = []
+    for name, what in (
+        ("scheduler.schedule", "scheduling"),
+        ("rpc.await_responses", "waiting for the workers"),
+        ("scheduler.update_from_output", "taking in the new tokens"),
+    ):
+        spans = [s for s in inside if s.name == name and s.process is step.process]
+        if spans:
+            took = sum(s.end_ns - s.start_ns for s in spans)
+            parts.append(f"{what} {words.duration(took)} ({took / total:.0%})")
+    if parts:
+        sentences.append(f"of {words.duration(total)}, EngineCore spent on {words.listing(parts)}")
+    forwards = sorted((s for s in inside if s.name == "model.forward"), key=lambda s: s.end_ns - s.start_ns)
+    if forwards:
+        text = f"model.forward took {words.duration(forwards[-1].end_ns - forwards[-1].start_ns)} on rank {rank_of(forwards[-1]) or 0}"
+        if len(forwards) > 1:
+            text += f" and {words.duration(forwards[0].end_ns - forwards[0].start_ns)} on rank {rank_of(forwards[0]) or 0}"
+        sentences.append(text)
+    reduces = [s for s in inside if s.name == "dist.all_reduce"]
+    per_rank = {rank_of(s): sum(r.end_ns - r.start_ns for r in reduces if rank_of(r) == rank_of(s)) for s in reduces}
+    if per_rank:
+        each = len(reduces) // len(per_rank)
+        times = [f"{words.duration(t)} on rank {r}" for r, t in sorted(per_rank.items(), key=lambda i: i[0] or 0)]
+        sentences.append(f"{each} all-reduces per rank took {words.listing(times[:4])}")
+    if executions:
+        last = max(executions, key=lambda s: s.end_ns)
+        sentences.append(f"rank {rank_of(last) or 0} was the last to finish, at {words.duration(last.end_ns - step.start_ns)}")
+    return sentences
