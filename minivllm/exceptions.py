@@ -27,6 +27,14 @@ class WorkerStartupError(ExecutorFailedError):
     """A worker did not become ready; the text names its rank, the step it was in, and carries its traceback."""
 
 
+class MessageQueueClosed(RuntimeError):
+    """The queue was shut down, or the wait was cancelled; the text is the reason that was given for it."""
+
+
+class MessageDecodeError(RuntimeError):
+    """A message that could not be unpickled (see the cause). It is consumed: the next dequeue gets the next one."""
+
+
 class RemoteError(RuntimeError):
     """A method raised on a worker. The text names rank, method, type and message, and carries the remote traceback.
 
