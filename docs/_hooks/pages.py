@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import source
+import symbols
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = source.ROOT
 
@@ -251,3 +253,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             )
         )
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put code of the package into the pages that name it."""
+    return symbols.expand(markdown, page)
