@@ -1,0 +1,122 @@
+"""What the subcommands share: exit codes, signals, error lines and options that several have.
+
+vLLM 0.25.1: vllm/entrypoints/cli/types.py (CLISubcommand)
+Articles: –
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+
+PIPE_WIDTH = 100
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP arrived. Like KeyboardInterrupt it passes `except Exception` and runs each `finally`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal_name = signal.Signals(number).name
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def signals() -> Iterator[None]:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into an exception and ignore those that follow it.
+
+    The exception unwinds through the engine's shutdown. A second Ctrl-C in the middle of that would leave
+    processes behind, and the shutdown has deadlines of its own.
+    """
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        for one in caught:
+            signal.signal(one, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(number)
+
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # nohup and background jobs of a script start with the signal ignored; that is the caller's wish.
+    caught = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {n: signal.signal(n, unwind) for n in caught}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def complain(message: str) -> None:
+    """One line on stderr; a stderr that is gone too is not worth another error."""
+    try:
+        print(f"minivllm: {message}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass
+
+
+def report(error: Exception, traceback: bool) -> int:
+    """Say what went wrong and return the exit code that belongs to it.
+
+    Args:
+        traceback: show Python's traceback as well (--traceback, or MINIVLLM_LOG_LEVEL=DEBUG).
+    """
+    from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError, RemoteError, RequestError
+
+    if traceback or os.environ.get("MINIVLLM_LOG_LEVEL", "").upper() == "DEBUG":
+        import traceback as tracebacks
+
+        tracebacks.print_exception(error)
+    # What a worker raised is appended below this line; the command line shows it with --traceback only.
+    message = str(error).split("\n--- traceback", 1)[0].strip()
+    if isinstance(error, (ConfigError, RequestError)):
+        complain(f"error: {message}")
+        return BAD_INPUT
+    if isinstance(error, (EngineDeadError, ExecutorFailedError, RemoteError)):
+        complain(f"the engine failed: {message}")
+        return FAILED
+    if isinstance(error, OSError) and error.filename:
+        complain(f"error: {error.filename}: {error.strerror}")
+        return FAILED
+    complain(f"unexpected {type(error).__name__}: {message or 'no message'} (--traceback shows where)")
+    return FAILED
+
+
+def options() -> argparse.ArgumentParser:
+    """Options that every subcommand has."""
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument("--traceback", action="store_true", help="on an error show Python's traceback as well")
+    return parent
+
+
+def positive_int(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    value = int(text) if text.lstrip("-").isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return value
+
+
+def console(stderr: bool = False, width: int | None = None) -> Console:
+    """A Rich console; into a pipe it is COLUMNS or 100 columns wide."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    if width is None and not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit():
+        width = PIPE_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False, emoji=False, markup=False)
