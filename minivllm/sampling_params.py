@@ -6,6 +6,7 @@ Articles: part 1 §8.2
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import msgspec
@@ -13,7 +14,25 @@ import msgspec
 from minivllm.exceptions import RequestError
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class _NamesItsArguments(type(msgspec.Struct)):  # type: ignore[misc]
+    """Makes an unknown or superfluous argument a RequestError that says what would be right."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError as e:
+            known = cls.__struct_fields__
+            unknown = [name for name in kwargs if name not in known]
+            if not unknown:
+                raise RequestError(f"sampling arguments are not valid: {e}") from None
+            nearest = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+            raise RequestError(f"{unknown[0]!r} is not a sampling argument; {hint}") from None
+
+
+class SamplingParams(
+    msgspec.Struct, metaclass=_NamesItsArguments, omit_defaults=True, forbid_unknown_fields=True
+):
     """Sampling settings of one request; names and defaults are vLLM's.
 
     Attributes:

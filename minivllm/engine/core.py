@@ -1,0 +1,516 @@
+"""EngineCore: the inner loop of the engine, and the process it usually runs in.
+
+vLLM 0.25.1: vllm/v1/engine/core.py (EngineCore, EngineCoreProc)
+Articles: part 1 intro, §1, §8.3, §9, part 2 §2.3.10
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from minivllm import envs, tracing
+from minivllm.config import VllmConfig
+from minivllm.core.kv_cache_utils import get_kv_cache_configs
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.sched.output import SchedulerOutput
+from minivllm.core.sched.scheduler import AsyncScheduler, Scheduler
+from minivllm.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    StartupMessage,
+    UtilityOutput,
+    UtilityRequest,
+    encode_exception,
+)
+from minivllm.engine.input_processor import check_request
+from minivllm.exceptions import ConfigError, ExecutorFailedError, RemoteError, WorkerStartupError
+from minivllm.executor.status_page import StatusPage
+from minivllm.utils.system_utils import configure_logging, decorate_logs, set_process_title
+
+if TYPE_CHECKING:
+    from minivllm.executor.abstract import Executor, ProgressCallback
+    from minivllm.executor.status_page import RankStatus
+    from minivllm.outputs import ModelRunnerOutput
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+# After its client's death EngineCore has this long to end in order; then the process is ended for it.
+_ORPHAN_GRACE_S = 0.5
+
+
+class EngineCore:
+    """Scheduler and executor, one step at a time.
+
+    Start-up, in this order: the executor with its workers, what their KV caches need, how much memory they have,
+    the caches, and the scheduler that hands out their blocks.
+
+    Attributes:
+        limits: what a request may ask for.
+        batch_queue: batches in flight, newest first; None when only one can be.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        executor_fail_callback: Callable[[], None] | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        with tracing.span("engine_core.init", pid=os.getpid()) as span:
+            self.vllm_config = vllm_config
+            self.model_executor = executor_class(vllm_config, on_progress)
+            try:
+                if executor_fail_callback is not None:
+                    self.model_executor.register_failure_callback(executor_fail_callback)
+                num_gpu_blocks = self._initialize_kv_caches()
+                self._init_scheduler(num_gpu_blocks)
+            except BaseException:
+                # Nobody gets a reference to this object, so nobody else could end the workers.
+                self.model_executor.shutdown()
+                raise
+            span.set(num_gpu_blocks=num_gpu_blocks)
+        self._shut_down = False
+
+    def _initialize_kv_caches(self) -> int:
+        with tracing.span("engine_core.init_kv_caches") as span:
+            executor = self.model_executor
+            kv_cache_specs = executor.get_kv_cache_specs()
+            available_memory = executor.determine_available_memory()
+            kv_cache_configs = get_kv_cache_configs(self.vllm_config, kv_cache_specs, available_memory)
+            executor.initialize_from_config(kv_cache_configs)
+            num_gpu_blocks = kv_cache_configs[0].num_blocks
+            span.set(
+                num_gpu_blocks=num_gpu_blocks,
+                available_bytes=min(available_memory),
+                kv_cache_bytes=[config.total_bytes for config in kv_cache_configs],
+            )
+            return num_gpu_blocks
+
+    def _init_scheduler(self, num_gpu_blocks: int) -> None:
+        config = self.vllm_config
+        with tracing.span("engine_core.init_scheduler") as span:
+            scheduler_class = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+            self.scheduler = scheduler_class(config, num_gpu_blocks)
+            # With pipeline stages, or with scheduling one step ahead, several batches are under way at once.
+            self.batch_queue_size = config.max_concurrent_batches
+            self.batch_queue: deque[_BatchInFlight] | None = deque() if self.batch_queue_size > 1 else None
+            self.step_fn = self.step if self.batch_queue is None else self.step_with_batch_queue
+            span.set(scheduler=scheduler_class.__name__, batch_queue_size=self.batch_queue_size)
+        model_config = config.model_config
+        self._eos_token_ids = frozenset(model_config.eos_token_ids if model_config is not None else ())
+        no_limit = 1 << 31
+        self.limits = EngineCoreReadyResponse(
+            num_gpu_blocks=num_gpu_blocks,
+            block_size=config.cache_config.block_size,
+            max_model_len=(model_config.max_model_len if model_config is not None else None) or no_limit,
+            vocab_size=model_config.vocab_size if model_config is not None else no_limit,
+        )
+
+    # --- requests
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
+        """Raises RequestError: the client has checked the request, but EngineCore must survive any client."""
+        max_tokens = check_request(request.prompt_token_ids, request.sampling_params, self.limits)
+        return Request.from_engine_core_request(request, max_tokens, self._eos_token_ids)
+
+    def add_request(self, request: Request) -> None:
+        """Raises ValueError for an id that is in use."""
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """End requests; their blocks are free at once, their slots in the workers with the next step."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests() or bool(self.batch_queue)
+
+    # --- one step
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Schedule, execute, sample, and say what came of it."""
+        if not self.scheduler.has_requests():
+            return []
+        if tracing.active:
+            with tracing.span("engine_core.step"):
+                return self._step()
+        return self._step()
+
+    def _step(self) -> list[EngineCoreOutput]:
+        scheduler_output = self.scheduler.schedule()
+        model_output = self._start_batch(scheduler_output).result()
+        if model_output is None:
+            return []
+        return self.scheduler.update_from_output(scheduler_output, model_output)
+
+    def step_with_batch_queue(self) -> list[EngineCoreOutput]:
+        """One step with several batches in flight: fill the queue first, wait for its oldest batch only then.
+
+        Returns:
+            The outputs of the oldest batch; nothing while the queue is being filled.
+        """
+        if tracing.active:
+            with tracing.span("engine_core.step") as span:
+                return self._step_with_batch_queue(span)
+        return self._step_with_batch_queue(None)
+
+    def _step_with_batch_queue(self, span: tracing.Span | None) -> list[EngineCoreOutput]:
+        batch_queue = self.batch_queue
+        assert batch_queue is not None
+        if self.scheduler.has_requests():
+            scheduler_output = self.scheduler.schedule()
+            # All requests may be waiting for tokens in flight; then there is nothing to send.
+            if _has_news(scheduler_output):
+                batch_queue.appendleft(self._start_batch(scheduler_output))
+                if span is not None:
+                    span.set(scheduled=len(scheduler_output.num_scheduled_tokens), in_flight=len(batch_queue))
+                if len(batch_queue) < self.batch_queue_size and scheduler_output.num_scheduled_tokens:
+                    return []
+        if not batch_queue:
+            return []
+        batch = batch_queue.pop()
+        if span is not None:
+            span.set(awaited=len(batch.scheduler_output.num_scheduled_tokens))
+        model_output = batch.result()
+        if model_output is None:
+            return []
+        return self.scheduler.update_from_output(batch.scheduler_output, model_output)
+
+    def _start_batch(self, scheduler_output: SchedulerOutput) -> _BatchInFlight:
+        """Send a batch to the workers without waiting.
+
+        Deviation from vLLM: sample_tokens is sent right behind execute_model, also with one batch in flight, as
+        no grammar has to be computed in between; that saves the workers a wait for this process.
+        """
+        executor = self.model_executor
+        executed = executor.execute_model(scheduler_output, non_block=True)
+        if not scheduler_output.num_scheduled_tokens:
+            # Only news of finished or preempted requests: nothing to sample.
+            return _BatchInFlight(scheduler_output, executed, None)
+        return _BatchInFlight(scheduler_output, executed, executor.sample_tokens(None, non_block=True))
+
+    # --- calls and the end
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method on all workers; one result per rank."""
+        return self.model_executor.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs)
+
+    def shutdown(self) -> None:
+        """End the workers. Idempotent."""
+        if self._shut_down:
+            return
+        self._shut_down = True
+        with tracing.span("engine_core.shutdown") as span:
+            in_flight = list(self.scheduler.requests)
+            self.abort_requests(in_flight)
+            span.set(requests_in_flight=len(in_flight), outcome="aborted" if in_flight else "none in flight")
+            self.model_executor.shutdown()
+
+
+class _BatchInFlight:
+    """The two RPCs of one batch."""
+
+    __slots__ = ("executed", "sampled", "scheduler_output")
+
+    def __init__(
+        self,
+        scheduler_output: SchedulerOutput,
+        executed: Future[ModelRunnerOutput | None],
+        sampled: Future[ModelRunnerOutput | None] | None,
+    ) -> None:
+        self.scheduler_output = scheduler_output
+        self.executed = executed
+        self.sampled = sampled
+
+    def result(self) -> ModelRunnerOutput | None:
+        """Wait for the batch. None when there was nothing to compute."""
+        # In this order: when execute_model has failed, sample_tokens fails, too, and only for that reason.
+        output = self.executed.result()
+        if self.sampled is None:
+            return None
+        sampled = self.sampled.result()
+        return output if sampled is None else sampled
+
+
+def _has_news(scheduler_output: SchedulerOutput) -> bool:
+    return bool(
+        scheduler_output.num_scheduled_tokens
+        or scheduler_output.finished_req_ids
+        or scheduler_output.preempted_req_ids
+    )
+
+
+class EngineCoreProc(EngineCore):
+    """EngineCore in a process of its own, at the other end of a socket.
+
+    Deviation from vLLM: one thread does everything and looks at the socket between two steps. vLLM's threads for
+    input and output hand the GIL to and fro on each step, which costs more than the copying they take over.
+    Requests and aborts that arrive while a step runs are handled right after it.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        socket: zmq.Socket[bytes],
+    ) -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        self._utility_decoder = msgspec.msgpack.Decoder(UtilityRequest)
+        # The failure callback comes from a thread of the executor; this wakes the loop out of its poll.
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_reader, zmq.POLLIN)
+        self._rank_steps: list[str] = []
+        super().__init__(vllm_config, executor_class, self._on_executor_failure, self._on_progress)
+        # The start-up heap lives as long as the process: no need to look through it again and again.
+        gc.collect()
+        gc.freeze()
+        envs.enable_envs_cache()
+
+    def _on_executor_failure(self) -> None:
+        os.write(self._wake_writer, b"\x00")
+
+    def _on_progress(self, ranks: list[RankStatus]) -> None:
+        steps = [rank.step for rank in ranks]
+        if steps != self._rank_steps:
+            self._rank_steps = steps
+            send_startup_message(self._socket, StartupMessage("progress", rank_steps=steps))
+
+    def run_busy_loop(self) -> None:
+        """Serve until an exception ends it: SystemExit on SIGTERM, anything else is a failure of the engine."""
+        while True:
+            if not self.has_work():
+                # Blocks without a time-out: an idle engine uses no CPU.
+                self._poll()
+            self._process_input()
+            if self.has_work():
+                outputs = self.step_fn()
+                if outputs:
+                    self._send(EngineCoreOutputs(outputs))
+
+    def _poll(self) -> None:
+        ready = dict(self._poller.poll())
+        if self._wake_reader in ready:
+            os.read(self._wake_reader, 1)
+            # Raises with the cause.
+            self.model_executor.check_health()
+            raise ExecutorFailedError("the executor has failed")
+
+    def _process_input(self) -> None:
+        socket = self._socket
+        while socket.get(zmq.EVENTS) & zmq.POLLIN:
+            kind, payload = socket.recv_multipart()
+            if kind == EngineCoreRequestType.ADD.value:
+                self._handle_add(payload)
+            elif kind == EngineCoreRequestType.ABORT.value:
+                self.abort_requests(msgspec.msgpack.decode(payload, type=list[str]))
+            else:
+                self._handle_utility(payload)
+
+    def _handle_add(self, payload: bytes) -> None:
+        try:
+            request = self.preprocess_add_request(self._request_decoder.decode(payload))
+            self.add_request(request)
+        except (msgspec.ValidationError, ValueError) as e:
+            self._send(
+                EngineCoreOutputs(
+                    [
+                        EngineCoreOutput(
+                            _request_id(payload), [], finish_reason=FinishReason.ERROR, error=str(e)
+                        )
+                    ]
+                )
+            )
+
+    def _handle_utility(self, payload: bytes) -> None:
+        request = self._utility_decoder.decode(payload)
+        try:
+            args, kwargs = pickle.loads(request.arguments)
+            if request.method != "collective_rpc":
+                raise ValueError(f"EngineCore has no utility method {request.method!r}")
+            result = _pickle(self.collective_rpc(*args, **kwargs))
+        except ExecutorFailedError:
+            raise
+        except Exception as e:
+            output = UtilityOutput(request.call_id, True, encode_exception(e))
+        else:
+            output = UtilityOutput(request.call_id, False, result)
+        self._send(EngineCoreOutputs(utility_output=output))
+
+    def _send(self, outputs: EngineCoreOutputs) -> None:
+        self._socket.send(self._encoder.encode(outputs))
+
+    # --- the process
+
+    @staticmethod
+    def run_engine_core(
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        address: str,
+        client_pid: int,
+        death_reader: Connection,
+        status_page: StatusPage,
+    ) -> None:
+        """Body of the EngineCore process.
+
+        Invariants:
+            1. The client's death is watched from the first instruction on.
+            2. SIGINT is the client's business: Ctrl-C reaches the whole process group, and the client then ends
+               this process in order.
+            3. SIGTERM ends it in order, once; a second one during the clean-up changes nothing.
+            4. Whatever ends it, the client is told why before the workers are ended, as that may take seconds.
+
+        Args:
+            address: where the client has bound its socket.
+            death_reader: EOF when the client is gone.
+            status_page: its only line is where the client reads what this process is doing.
+        """
+        ending = _Ending()
+        threading.Thread(
+            target=_monitor_client,
+            args=(client_pid, death_reader, address, ending),
+            name="minivllm-client-monitor",
+            daemon=True,
+        ).start()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, ending.on_sigterm)
+        status_page.enter(0)
+        set_process_title("EngineCore")
+        decorate_logs("EngineCore")
+        configure_logging()
+        tracing.configure("engine_core")
+
+        context = zmq.Context()
+        socket = context.socket(zmq.PAIR)
+        # Time for the last message to leave when the process ends.
+        socket.setsockopt(zmq.LINGER, 300)
+        exit_code = 0
+        engine_core: EngineCoreProc | None = None
+        try:
+            socket.connect(address)
+            send_startup_message(socket, StartupMessage("hello"))
+            engine_core = EngineCoreProc(vllm_config, executor_class, socket)
+            send_startup_message(socket, StartupMessage("ready", ready=engine_core.limits))
+            engine_core.run_busy_loop()
+        except BaseException as e:
+            exit_code = e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else 1
+            ending.begin()
+            _say_goodbye(socket, engine_core is not None, e)
+        finally:
+            ending.begin()
+            if engine_core is not None:
+                engine_core.shutdown()
+            tracing.shutdown()
+            socket.close()
+            context.term()
+        sys.exit(exit_code)
+
+
+class _Ending:
+    """Turns the first SIGTERM into SystemExit, and no later one: the clean-up must not be torn apart."""
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def on_sigterm(self, signum: int, frame: Any) -> None:
+        if not self.begun:
+            self.begun = True
+            raise SystemExit(128 + signum)
+
+
+def _monitor_client(client_pid: int, death_reader: Connection, address: str, ending: _Ending) -> None:
+    """Body of the thread that ends this process, and with it the workers, when the client is gone."""
+    watched: list[Any] = [death_reader]
+    # Any other child that the client forks holds the write end open, too; the pidfd does not care.
+    if sys.platform == "linux":
+        try:
+            watched.append(os.pidfd_open(client_pid))
+        except OSError:
+            # An old kernel, or the client is gone already: then the pipe has to do.
+            pass
+    wait(watched)
+    remove_socket_directory(address)
+    if not ending.begun:
+        # A signal, as the main thread may be blocked in a system call.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    time.sleep(_ORPHAN_GRACE_S)
+    tracing.save_before_death()
+    os._exit(1)
+
+
+def remove_socket_directory(address: str) -> None:
+    """Remove the private directory of an ipc:// address; nothing happens when it is gone."""
+    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
+
+
+def send_startup_message(socket: zmq.Socket[bytes], message: StartupMessage) -> None:
+    socket.send(msgspec.msgpack.encode(message))
+
+
+def _say_goodbye(socket: zmq.Socket[bytes], ready: bool, error: BaseException) -> None:
+    """Tell the client why this process ends; a client that is gone or no longer listens is no obstacle."""
+    if isinstance(error, SystemExit):
+        error = ExecutorFailedError("EngineCore was ended by SIGTERM")
+    text = describe_failure(error)
+    message = ENGINE_CORE_DEAD + text.encode()
+    if not ready:
+        kind = type(error).__name__ if isinstance(error, (ConfigError, WorkerStartupError)) else ""
+        message = msgspec.msgpack.encode(StartupMessage("failed", error=text, error_type=kind))
+    try:
+        socket.send(message, zmq.NOBLOCK)
+    except zmq.ZMQError:
+        pass
+
+
+def describe_failure(error: BaseException) -> str:
+    """The text that the user sees: errors of ours speak for themselves, any other needs its traceback."""
+    if isinstance(error, (ConfigError, ExecutorFailedError, RemoteError)):
+        return str(error)
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    return f"{type(error).__qualname__}: {error}\n--- traceback in EngineCore ---\n{lines}"
+
+
+def _request_id(payload: bytes) -> str:
+    """The id of a request that cannot be decoded as a whole, so that its sender can be told."""
+    fields = msgspec.msgpack.decode(payload)
+    return fields[0] if isinstance(fields, list) and fields and isinstance(fields[0], str) else ""
+
+
+def _pickle(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        # Values of classes and functions that were themselves sent by value.
+        import cloudpickle
+
+        return cloudpickle.dumps(value)

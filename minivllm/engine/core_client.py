@@ -1,0 +1,451 @@
+"""The client's side of EngineCore: in the same process, or at the other end of a socket.
+
+vLLM 0.25.1: vllm/v1/engine/core_client.py (EngineCoreClient, InprocClient, SyncMPClient, BackgroundResources)
+Articles: part 1 intro
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from minivllm import envs, tracing
+from minivllm.config import VllmConfig
+from minivllm.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    StartupMessage,
+    UtilityRequest,
+    decode_exception,
+)
+from minivllm.engine.core import (
+    ENGINE_CORE_DEAD,
+    EngineCore,
+    EngineCoreProc,
+    describe_failure,
+    remove_socket_directory,
+)
+from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError, WorkerStartupError
+from minivllm.executor.status_page import StatusPage
+from minivllm.utils.system_utils import (
+    MAIN_GUARD_ERROR,
+    MAIN_GUARD_EXIT_CODE,
+    blocked_sigint,
+    check_main_guard,
+    explain_exit,
+)
+
+if TYPE_CHECKING:
+    from minivllm.executor.abstract import Executor
+
+OnProgress = Callable[[str], None]
+_PROGRESS_INTERVAL_S = 0.1
+
+
+class EngineCoreClient(ABC):
+    """What LLMEngine needs of EngineCore, wherever it runs."""
+
+    @staticmethod
+    def make_client(
+        multiprocess_mode: bool,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        trace_parent: bytes = b"",
+    ) -> EngineCoreClient:
+        client_class = SyncMPClient if multiprocess_mode else InprocClient
+        return client_class(vllm_config, executor_class, trace_parent)
+
+    @abstractmethod
+    def wait_until_ready(self, on_progress: OnProgress | None = None) -> EngineCoreReadyResponse:
+        """Block until requests can be taken; `on_progress` is told what is being done.
+
+        Raises:
+            ConfigError, WorkerStartupError, EngineDeadError: the reason why it will never be ready.
+        """
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+
+    @abstractmethod
+    def abort_requests(self, request_ids: list[str]) -> None: ...
+
+    @abstractmethod
+    def get_output(self) -> list[EngineCoreOutput]:
+        """The outputs of the next step. Raises EngineDeadError."""
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method on all workers; one result per rank. Raises what the call raised, or EngineDeadError."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End EngineCore and its workers. Idempotent."""
+
+
+class InprocClient(EngineCoreClient):
+    """EngineCore in the caller's process, for looking at it with a debugger.
+
+    Attributes:
+        engine_core: the EngineCore itself.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes = b""
+    ) -> None:
+        self.engine_core = EngineCore(vllm_config, executor_class)
+        self._failure: str | None = None
+
+    def wait_until_ready(self, on_progress: OnProgress | None = None) -> EngineCoreReadyResponse:
+        return self.engine_core.limits
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.engine_core.add_request(self.engine_core.preprocess_add_request(request))
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.engine_core.abort_requests(request_ids)
+
+    def get_output(self) -> list[EngineCoreOutput]:
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+        try:
+            return self.engine_core.step_fn()
+        except Exception as e:
+            # The scheduler has counted the step as done; going on would give wrong tokens.
+            self._failure = describe_failure(e)
+            raise EngineDeadError(self._failure) from e
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        try:
+            return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+        except ExecutorFailedError as e:
+            self._failure = self._failure or describe_failure(e)
+            raise EngineDeadError(self._failure) from e
+
+    def shutdown(self) -> None:
+        self._failure = self._failure or "the engine has been shut down"
+        self.engine_core.shutdown()
+
+
+class BackgroundResources:
+    """The EngineCore process and the socket to it; knows nothing of the client, so that it can be its finalizer.
+
+    Attributes:
+        failure: why the engine is dead, the first cause only.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes) -> None:
+        self.failure: str | None = None
+        self._owner_pid = os.getpid()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._address = f"ipc://{tempfile.mkdtemp(prefix='minivllm-', dir=_socket_base())}/engine"
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        mp_context = multiprocessing.get_context("spawn")
+        # One line, in which EngineCore says what it is doing.
+        self.status_page = StatusPage(1)
+        death_reader, self._death_writer = mp_context.Pipe(duplex=False)
+        self.process = mp_context.Process(
+            target=EngineCoreProc.run_engine_core,
+            args=(vllm_config, executor_class, self._address, os.getpid(), death_reader, self.status_page),
+            name="EngineCore",
+        )
+        try:
+            self.socket.bind(self._address)
+            with tracing.span("engine_core.spawn", parent=trace_parent or None) as span:
+                # A Ctrl-C must not hit the child before it has said that it leaves SIGINT to its client.
+                with tracing.child_environment(parent=trace_parent or None), blocked_sigint():
+                    self.process.start()
+                span.set(pid=self.process.pid)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            death_reader.close()
+            self.status_page.close_descriptor()
+        self.poller = zmq.Poller()
+        self.poller.register(self.socket, zmq.POLLIN)
+        self.poller.register(self.process.sentinel, zmq.POLLIN)
+
+    def remove_socket_files(self) -> None:
+        remove_socket_directory(self._address)
+
+    def open_steps(self) -> list[str]:
+        """What EngineCore is doing, outermost step first."""
+        return tracing.read_board(self.status_page.board(0))
+
+    def describe_death(self) -> str:
+        """How the process ended; call it only after its sentinel has fired."""
+        self.process.join()
+        steps = self.open_steps()
+        where = f" while in {steps[-1]}" if steps else ""
+        return f"EngineCore (pid {self.process.pid}) {explain_exit(self.process.exitcode)}{where}"
+
+    def close(self) -> None:
+        """End the process and remove what it leaves. Idempotent, from any thread; a forked copy does nothing."""
+        if os.getpid() != self._owner_pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.failure = self.failure or "the engine has been shut down"
+            try:
+                self._end_process()
+            finally:
+                self._death_writer.close()
+                self.socket.close()
+                self._context.term()
+                self.remove_socket_files()
+        atexit.unregister(self.close)
+
+    def _end_process(self) -> None:
+        process = self.process
+        if process.pid is None:
+            return
+        process.terminate()
+        # EngineCore gives its workers this long itself.
+        patience = envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S + 1.0
+        process.join(patience)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+class SyncMPClient(EngineCoreClient):
+    """EngineCore in a process of its own.
+
+    Deviation from vLLM: no thread receives outputs. The caller waits for the socket and for the death of the
+    process at once, so that an answer needs no hand-over between threads and a death is noticed in every wait.
+
+    Safe to call from several threads; calls then take turns.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes = b""
+    ) -> None:
+        check_main_guard()
+        self._startup_timeout_s = (
+            vllm_config.parallel_config.startup_timeout_s or envs.MINIVLLM_STARTUP_TIMEOUT_S
+        )
+        self._trace_parent = trace_parent
+        self.resources = BackgroundResources(vllm_config, executor_class, trace_parent)
+        self._finalizer = weakref.finalize(self, self.resources.close)
+        # multiprocessing joins its children at exit, possibly before the finalizer's turn, and would wait for ever.
+        atexit.register(self.resources.close)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        self._lock = threading.RLock()
+        self._outputs: deque[list[EngineCoreOutput]] = deque()
+        self._utility_results: dict[int, tuple[bool, bytes]] = {}
+        self._pending_calls: set[int] = set()
+        self._next_call_id = 0
+
+    # --- start-up
+
+    def wait_until_ready(self, on_progress: OnProgress | None = None) -> EngineCoreReadyResponse:
+        with tracing.span("engine_core.ready", parent=self._trace_parent or None):
+            return self._wait_until_ready(on_progress)
+
+    def _wait_until_ready(self, on_progress: OnProgress | None) -> EngineCoreReadyResponse:
+        resources = self.resources
+        # The executor has the same deadline and knows more about what is late, so it may speak first.
+        deadline = time.monotonic() + self._startup_timeout_s + 10
+        shown = ""
+        ranks: list[str] = []
+        while True:
+            ready = dict(resources.poller.poll(_PROGRESS_INTERVAL_S * 1000))
+            if on_progress is not None:
+                now = self._describe_progress(ranks)
+                if now != shown:
+                    shown = now
+                    on_progress(now)
+            if resources.socket in ready:
+                message = msgspec.msgpack.decode(resources.socket.recv(), type=StartupMessage)
+                if message.kind == "hello":
+                    resources.remove_socket_files()
+                elif message.kind == "progress":
+                    ranks = message.rank_steps
+                elif message.kind == "failed":
+                    self._fail(message.error)
+                    raise _startup_error(message)
+                elif message.ready is not None:
+                    return message.ready
+            elif ready:
+                raise self._startup_death()
+            elif time.monotonic() > deadline:
+                steps = " > ".join(resources.open_steps()) or "nothing yet"
+                self._fail(
+                    f"EngineCore was not ready after {self._startup_timeout_s:g} s; it was in: {steps}"
+                )
+                raise EngineDeadError(str(resources.failure))
+
+    def _describe_progress(self, ranks: list[str]) -> str:
+        if ranks:
+            return ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(ranks))
+        steps = self.resources.open_steps()
+        return f"EngineCore: {steps[-1] if steps else 'starting'}"
+
+    def _startup_death(self) -> Exception:
+        text = self.resources.describe_death()
+        self._fail(text)
+        if self.resources.process.exitcode == MAIN_GUARD_EXIT_CODE:
+            return ConfigError(MAIN_GUARD_ERROR)
+        return EngineDeadError(f"{text} during start-up")
+
+    # --- requests
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(EngineCoreRequestType.ADD, request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._send(EngineCoreRequestType.ABORT, request_ids)
+
+    def _send(self, kind: EngineCoreRequestType, payload: Any) -> None:
+        with self._lock:
+            self._raise_if_dead()
+            try:
+                # Without a peer the socket would block; then the process is gone or going.
+                self.resources.socket.send_multipart(
+                    (kind.value, self._encoder.encode(payload)), flags=zmq.NOBLOCK
+                )
+            except zmq.Again:
+                self._receive()
+                raise EngineDeadError("EngineCore does not take requests any more") from None
+
+    def get_output(self) -> list[EngineCoreOutput]:
+        with self._lock:
+            while not self._outputs:
+                self._receive()
+            return self._outputs.popleft()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        if not isinstance(method, str):
+            method = _CallableByValue(method)
+        return self._call_utility("collective_rpc", method, timeout, args, kwargs)
+
+    def _call_utility(self, name: str, *args: Any) -> Any:
+        arguments = _pickle_arguments((args, {}))
+        with self._lock:
+            self._next_call_id += 1
+            call_id = self._next_call_id
+            self._pending_calls.add(call_id)
+        try:
+            self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, name, arguments))
+            with self._lock:
+                while call_id not in self._utility_results:
+                    self._receive()
+                failed, result = self._utility_results.pop(call_id)
+        finally:
+            # An answer that comes after the caller was interrupted is dropped.
+            self._pending_calls.discard(call_id)
+        if failed:
+            raise decode_exception(result)
+        return pickle.loads(result)
+
+    # --- receiving
+
+    def _receive(self) -> None:
+        """Take one message, and sort it. Raises EngineDeadError, also while waiting."""
+        resources = self.resources
+        self._raise_if_dead()
+        ready = resources.poller.poll()
+        # The last words may still be on their way when the process has gone.
+        if ready[0][0] is not resources.socket and not resources.socket.poll(50):
+            self._fail(resources.describe_death())
+            self._raise_if_dead()
+        data = resources.socket.recv()
+        if data.startswith(ENGINE_CORE_DEAD):
+            self._fail(data.removeprefix(ENGINE_CORE_DEAD).decode())
+            self._raise_if_dead()
+        message = self._decoder.decode(data)
+        if message.outputs:
+            self._outputs.append(message.outputs)
+        answer = message.utility_output
+        if answer is not None and answer.call_id in self._pending_calls:
+            self._utility_results[answer.call_id] = answer.failed, answer.result
+
+    def _fail(self, cause: str) -> None:
+        self.resources.failure = self.resources.failure or cause
+
+    def _raise_if_dead(self) -> None:
+        if self.resources.failure is not None:
+            raise EngineDeadError(self.resources.failure)
+
+    def shutdown(self) -> None:
+        self._finalizer()
+        self.resources.close()
+
+
+class _CallableByValue:
+    """A function on its way to the workers.
+
+    It stays pickled in EngineCore, which must not import what the function needs (torch, above all).
+    """
+
+    def __init__(self, function: Callable[..., Any] | bytes) -> None:
+        import cloudpickle
+
+        self._data = function if isinstance(function, bytes) else cloudpickle.dumps(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return pickle.loads(self._data)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CallableByValue, (self._data,)
+
+
+def _socket_base() -> str:
+    """A directory for the socket: its address must fit into about 100 characters, whatever TMPDIR says."""
+    base = tempfile.gettempdir()
+    return base if len(base) < 60 else "/tmp"
+
+
+def _startup_error(message: StartupMessage) -> Exception:
+    kinds = {"ConfigError": ConfigError, "WorkerStartupError": WorkerStartupError}
+    return kinds.get(message.error_type, EngineDeadError)(message.error)
+
+
+def _pickle_arguments(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        import cloudpickle
+
+        return cloudpickle.dumps(value)
