@@ -170,14 +170,10 @@ def record_bootstrap(name: str) -> None:
 
     Without a start time (tracing off, or not started under child_environment()) only its failpoints fire.
     """
-    entry = _span._enabled.get(name)
-    if entry is None:
-        return
-    thread = _span._local.thread
-    site = _span._find_site(sys._getframe(1), entry)
-    item = Span(entry, {}, entry.kind, (), None, site, thread)
-    _span._start(item, _started_ns or monotonic_ns())
-    item.end()
+    entry = _span.enabled(name)
+    if entry is not None:
+        site = _span.find_site(sys._getframe(1))
+        _span.start_at(entry, site, _started_ns or monotonic_ns(), None, (), "", {}).end()
 
 
 def child_variables(parent: bytes | None = None) -> dict[str, str]:

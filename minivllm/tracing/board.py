@@ -17,34 +17,36 @@ MAX_DEPTH = 14
 
 
 class Board:
-    """The writer's side. `depth` and `steps` are views of the shared line."""
+    """The writer's side."""
 
-    __slots__ = ("depth", "steps")
+    __slots__ = ("_depth", "_open", "_steps")
 
     def __init__(self, memory: memoryview) -> None:
         if memory.nbytes < BOARD_BYTES:
             raise ValueError(f"a step board needs {BOARD_BYTES} bytes, got {memory.nbytes}")
         line = memory.cast("B")[:BOARD_BYTES]
-        self.depth = line[:4].cast("I")
-        self.steps = line[4 : 4 + 2 * MAX_DEPTH].cast("H")
+        self._depth = line[:4].cast("I")
+        self._steps = line[4 : 4 + 2 * MAX_DEPTH].cast("H")
+        self._open = 0
+        self._depth[0] = 0
 
     def push(self, index: int) -> int:
         """Open a step; returns the depth to give to `restore` when it ends."""
-        depth = self.depth[0]
-        if depth < MAX_DEPTH:
-            self.steps[depth] = index
+        depth = self._open
         # The entry is written before the depth that makes it visible.
-        self.depth[0] = depth + 1
+        if depth < MAX_DEPTH:
+            self._steps[depth] = index
+        self._open = self._depth[0] = depth + 1
         return depth
 
     def restore(self, depth: int) -> None:
         """End a step and whatever was opened inside it and not ended."""
-        self.depth[0] = depth
+        self._open = self._depth[0] = depth
 
     def release(self) -> None:
-        """Let go of the memory, so that its owner can unmap it."""
-        self.depth.release()
-        self.steps.release()
+        """Let go of the memory, so that its owner can unmap it. What it shows stays."""
+        self._depth.release()
+        self._steps.release()
 
 
 def read_board(memory: memoryview) -> list[str]:

@@ -7,9 +7,9 @@ Articles: part 1 §1–§9, part 2 §2–§4
 from __future__ import annotations
 
 from minivllm.tracing.catalogue_rows import ROWS
-from minivllm.tracing.spec import LIFECYCLE, MESSAGE, RPC, SpanSpec
+from minivllm.tracing.spec import LEVEL_NAMES, LIFECYCLE, MESSAGE, RPC, SpanSpec
 
-__all__ = ["BY_INDEX", "LIFECYCLE", "MESSAGE", "RPC", "SPANS", "SpanSpec", "spec"]
+__all__ = ["BY_INDEX", "LEVEL_NAMES", "LIFECYCLE", "MESSAGE", "RPC", "SPANS", "SpanSpec", "spec"]
 
 SPANS: dict[str, SpanSpec] = {row.name: row for row in ROWS}
 BY_INDEX: tuple[SpanSpec, ...] = tuple(SPANS.values())

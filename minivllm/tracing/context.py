@@ -24,7 +24,7 @@ from minivllm.tracing.process import clock
 from minivllm.tracing.spec import LEVEL_NAMES
 
 CONTEXT_BYTES = 25
-_PACKED = struct.Struct(">16sQB")
+PACKED = struct.Struct(">16sQB")
 _TRACEPARENT = re.compile(r"^([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?$")
 _environment_lock = threading.RLock()
 
@@ -43,7 +43,7 @@ def new_span_ids() -> Iterator[int]:
 
 def pack(trace_id: bytes, span_id: int) -> bytes:
     """16 bytes trace id, 8 bytes span id, 1 byte flags (sampled)."""
-    return _PACKED.pack(trace_id, span_id, 1)
+    return PACKED.pack(trace_id, span_id, 1)
 
 
 def unpack(packed: bytes) -> Parent:
@@ -54,7 +54,7 @@ def unpack(packed: bytes) -> Parent:
     """
     if len(packed) != CONTEXT_BYTES:
         raise ValueError(f"a packed trace context has {CONTEXT_BYTES} bytes, got {len(packed)}")
-    trace_id, span_id, _ = _PACKED.unpack(packed)
+    trace_id, span_id, _ = PACKED.unpack(packed)
     return trace_id, span_id
 
 

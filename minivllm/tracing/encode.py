@@ -82,30 +82,42 @@ def attributes(items: Mapping[str, Any]) -> str:
     """The list of KeyValue objects, without the brackets. None values are left out."""
     parts = []
     for name, value in items.items():
-        if value is None:
-            continue
-        key = _key_cache.get(name)
-        if key is None:
-            key = f'{{"key":{quote(attribute_name(name))},"value":'
-            if len(_key_cache) < 4096:
-                _key_cache[name] = key
-        parts.append(f"{key}{_value(value)}}}")
+        start = _key_cache.get(name) or _key(name)
+        kind = type(value)
+        if kind is int and -_INT64 <= value < _INT64:
+            parts.append(f'{start}{{"intValue":"{value}"}}}}')
+        elif kind is str:
+            parts.append(f'{start}{{"stringValue":{_text_cache.get(value) or quote(value)}}}}}')
+        elif value is not None:
+            parts.append(f"{start}{_value(value)}}}")
     return ",".join(parts)
+
+
+def _key(name: str) -> str:
+    """The part of a KeyValue before its value."""
+    start = f'{{"key":{quote(attribute_name(name))},"value":'
+    if len(_key_cache) < 4096:
+        _key_cache[name] = start
+    return start
 
 
 def span(item: Span) -> str:
     """One Span object of OTLP/JSON. A span that has not ended has no end time (used by the journal)."""
-    parts = [
-        f'{{"traceId":"{item.trace_id.hex()}","spanId":"{item.span_id:016x}"',
-        f',"parentSpanId":"{item.parent_id:016x}"' if item.parent_id else "",
-        f',"name":"{item.spec.name}","kind":{KINDS[item.kind]}',
-        f',"startTimeUnixNano":"{clock.wall_ns(item.start_ns)}"',
-        f',"endTimeUnixNano":"{clock.wall_ns(item.end_ns)}"' if item.end_ns else "",
-    ]
-    thread = item.thread
-    standard = thread.json + item.site.json
-    own = attributes(item.attributes)
-    parts.append(f',"attributes":[{standard}{"," if own else ""}{own}]')
+    offset = clock.offset_ns
+    parent = '","parentSpanId":"%016x' % item.parent_id if item.parent_id else ""  # noqa: UP031 - the quickest
+    end = f'"endTimeUnixNano":"{item.end_ns + offset}",' if item.end_ns else ""
+    own = attributes(item.attributes) if item.attributes else ""
+    tail = _tail(item) if item.events or item.links or item.status else ""
+    return (
+        f'{{"traceId":"{item.trace_id.hex()}","spanId":"{"%016x" % item.span_id}{parent}","name":"{item.spec.name}"'  # noqa: UP031
+        f',"kind":{KINDS[item.kind]},"startTimeUnixNano":"{item.start_ns + offset}",{end}"attributes":['
+        f"{item.thread.json}{item.place.json}{',' if own else ''}{own}]{tail}}}"
+    )
+
+
+def _tail(item: Span) -> str:
+    """Events, links and status, which few spans have."""
+    parts = []
     if item.events:
         events = ",".join(
             f'{{"timeUnixNano":"{clock.wall_ns(time_ns)}","name":{quote(name)},"attributes":[{attributes(values)}]}}'
@@ -119,7 +131,6 @@ def span(item: Span) -> str:
         parts.append(f',"links":[{links}]')
     if item.status:
         parts.append(f',"status":{{"code":{item.status},"message":{quote(item.status_message)}}}')
-    parts.append("}")
     return "".join(parts)
 
 

@@ -8,8 +8,8 @@ process keeps a small table in a file that it has mapped: what was stored there 
 the process. Attributes are not kept; who reads the run has the name, ids, times and the process.
 
 Header of 64 bytes: magic, u32 pid, u32 slots, i64 clock offset (wall minus monotonic, ns).
-Slot of 64 bytes: u16 catalogue index (0: free), u8 status, u32 thread id, u64 span id, u64 parent id,
-u64 start and u64 end (monotonic ns; 0 while open), 16 bytes trace id.
+Slot of 64 bytes: u16 catalogue index (0: free), 6 unused, u64 span id, u64 parent id, u64 start and u64 end
+(monotonic ns; end 0 while open), 16 bytes trace id.
 """
 
 from __future__ import annotations
@@ -23,48 +23,34 @@ MAGIC = b"MVOPEN1\0"
 SLOT_BYTES = 64
 SLOTS = 4096
 HEADER = struct.Struct("<8sIIq")
-SLOT = struct.Struct("<HBxIQQQQ16s")
+SLOT = struct.Struct("<H6xQQQQ16s")
 END = struct.Struct("<Q")
 END_OFFSET = 32
-STATUS_OFFSET = 2
 
 
 class OpenTable:
-    """The writer's side. `free` is a stack of the slots that nobody uses.
+    """The writer's side: `memory` is the mapping, `free` a stack of the offsets of slots that nobody uses.
 
-    A full table drops what does not fit: such a span is still recorded, but a kill would lose it. The mapping is
-    never closed but left to the garbage collector, since a thread may just be writing to it.
+    The hot path takes an offset from `free`, packs SLOT there, and packs END at END_OFFSET when the span ends;
+    the slot stays taken until the span is in the file. A full table drops what does not fit: such a span is still
+    recorded, but a kill would lose it. The mapping is never closed but left to the garbage collector, since a
+    thread may just be writing to it.
     """
 
-    __slots__ = ("_map", "free")
+    __slots__ = ("free", "memory")
 
     def __init__(self, path: Path, pid: int, clock_offset_ns: int) -> None:
         size = SLOT_BYTES * (SLOTS + 1)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, size)
-            self._map = mmap.mmap(fd, size)
+            self.memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        HEADER.pack_into(self._map, 0, MAGIC, pid, SLOTS, clock_offset_ns)
+        HEADER.pack_into(self.memory, 0, MAGIC, pid, SLOTS, clock_offset_ns)
         self.free = list(range(SLOTS * SLOT_BYTES, 0, -SLOT_BYTES))
-
-    def enter(
-        self, index: int, thread_id: int, span_id: int, parent_id: int, start_ns: int, trace_id: bytes
-    ) -> int:
-        """Note an open span; returns its slot, or 0 when the table is full."""
-        if not self.free:
-            return 0
-        slot = self.free.pop()
-        SLOT.pack_into(self._map, slot, index, 0, thread_id, span_id, parent_id, start_ns, 0, trace_id)
-        return slot
-
-    def leave(self, slot: int, end_ns: int, status: int) -> None:
-        """Note the end of a span; the slot stays taken until the span is in the file."""
-        self._map[slot + STATUS_OFFSET] = status
-        END.pack_into(self._map, slot + END_OFFSET, end_ns)
 
     def release(self, slot: int) -> None:
         """Free the slot of a span that is in the file."""
-        self._map[slot : slot + 2] = b"\0\0"
+        self.memory[slot : slot + 2] = b"\0\0"
         self.free.append(slot)

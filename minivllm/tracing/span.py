@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import mmap
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from time import monotonic_ns
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -26,6 +27,7 @@ import minivllm
 from minivllm.tracing import context, encode, failpoints
 from minivllm.tracing.board import Board
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
+from minivllm.tracing.open_table import END, END_OFFSET, SLOT
 from minivllm.tracing.recorder import recorder
 from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
 
@@ -41,6 +43,9 @@ class Site(msgspec.Struct, frozen=True, eq=False):
     path: str
     line: int
     json: str
+
+
+NOWHERE = Site("?", "?", 0, '{"key":"code.function.name","value":{"stringValue":"?"}}')
 
 
 class ThreadState:
@@ -77,37 +82,41 @@ _local = _Local()
 _settings = _Settings()
 _level = OFF
 _enabled: dict[str, SpanSpec] = {}
+_hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
 _ids = context.new_span_ids()
 _failpoints: dict[str, list[failpoints.Failpoint]] = {}
 _board: Board | None = None
 _board_thread: ThreadState | None = None
 _sites: list[Site | None] = [None] * (len(BY_INDEX) + 1)
 _site_cache: dict[tuple[CodeType, int], Site] = {}
-_finished = recorder.finished
+_append = recorder.finished.append
 _open = recorder.open
+_table_memory: mmap.mmap | bytearray = bytearray()
+_table_free: list[int] = []
+_pack_slot = SLOT.pack_into
+_pack_end = END.pack_into
+_unpack = context.PACKED.unpack
 
 
 class Span(msgspec.Struct, gc=False, eq=False):
     """One step that is running or has run. Made by span() and start_span() only.
 
-    Times are nanoseconds of the monotonic clock. start_ns stays 0 for a span that is not recorded, which then has
-    the ids of the recorded span around it. gc=False: a span refers to the spans around it, never in a cycle.
+    Times are nanoseconds of the monotonic clock. gc=False: a span refers to the spans around it, never in a cycle.
     """
 
     spec: SpanSpec
     attributes: dict[str, Any]
     kind: str
     links: tuple[bytes, ...]
-    parent: bytes | None
-    site: Site
+    site: Site | None
     thread: ThreadState
-    outer: Span | None = None
-    trace_id: bytes = b""
-    span_id: int = 0
-    parent_id: int = 0
-    start_ns: int = 0
-    end_ns: int = 0
+    outer: Span | None
+    trace_id: bytes
+    span_id: int
+    parent_id: int
+    start_ns: int
     slot: int = 0
+    end_ns: int = 0
     depth: int = -1
     status: int = STATUS_UNSET
     status_message: str = ""
@@ -116,6 +125,11 @@ class Span(msgspec.Struct, gc=False, eq=False):
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def place(self) -> Site:
+        """Where in the source the span was emitted; for hot spans, where the first of its name was."""
+        return self.site or _sites[self.spec.index] or NOWHERE
 
     @property
     def recording(self) -> bool:
@@ -135,12 +149,11 @@ class Span(msgspec.Struct, gc=False, eq=False):
 
     def event(self, name: str, attrs: dict[str, Any] | None = None, **attributes: Any) -> None:
         """Note that something happened now, at one moment within the step."""
-        if self.start_ns:
-            if attrs:
-                attributes.update(attrs)
-            if self.events is None:
-                self.events = []
-            self.events.append((monotonic_ns(), name, attributes))
+        if attrs:
+            attributes.update(attrs)
+        if self.events is None:
+            self.events = []
+        self.events.append((monotonic_ns(), name, attributes))
 
     def link(self, packed: bytes) -> None:
         """Refer to a span elsewhere that is not the parent, such as the enqueue of the message just dequeued."""
@@ -157,11 +170,9 @@ class Span(msgspec.Struct, gc=False, eq=False):
 
         SystemExit, KeyboardInterrupt and GeneratorExit are ways to end, not errors: only their name is kept.
         """
-        if not self.start_ns:
-            return
-        name = type(exc).__name__
+        name = type(exc).__qualname__
         if type(exc).__module__ not in ("builtins", "__main__"):
-            name = f"{type(exc).__module__}.{type(exc).__qualname__}"
+            name = f"{type(exc).__module__}.{name}"
         if not isinstance(exc, Exception):
             self.attributes["ended_by"] = name
             return
@@ -175,46 +186,24 @@ class Span(msgspec.Struct, gc=False, eq=False):
 
     def end(self) -> None:
         """End the span, in any thread. Ending it again, or after shutdown(), does nothing."""
-        if self.start_ns and not self.end_ns:
-            self.end_ns = monotonic_ns()
-            if _open.pop(self.span_id, None) is None:
-                return
-            if self.slot:
-                _table_leave(self.slot, self.end_ns, self.status)
-            if self in _settings.roots:
-                _settings.roots.remove(self)
-            _finished.append(self)
-            if recorder.idle:
-                recorder.wake()
+        # Whoever takes it out of the table of open spans has ended it.
+        if _open.pop(self.span_id, None) is None:
+            return
+        self.end_ns = end_ns = monotonic_ns()
+        if self.slot:
+            _pack_end(_table_memory, self.slot + END_OFFSET, end_ns)
+        elif _settings.roots and self in _settings.roots:
+            _settings.roots.remove(self)
+        _append(self)
+        if recorder.idle:
+            recorder.wake()
 
     def __enter__(self) -> Span:
         thread = self.thread
-        outer = thread.current
-        self.outer = outer
-        spec = self.spec
-        if spec.level <= _level and not self.start_ns:
-            if outer is not None and outer.span_id and self.parent is None:
-                self.trace_id = outer.trace_id
-                self.parent_id = outer.span_id
-            else:
-                self.trace_id, self.parent_id = _find_parent(self.parent, spec)
-            span_id = next(_ids)
-            self.span_id = span_id
-            self.start_ns = start_ns = monotonic_ns()
-            _open[span_id] = self
-            if spec.level == LIFECYCLE:
-                _note_start(self, outer is None and thread.main)
-            elif _table_enter is not None:
-                self.slot = _table_enter(
-                    spec.index, thread.native_id, span_id, self.parent_id, start_ns, self.trace_id
-                )
-        elif outer is not None and not self.start_ns:
-            self.trace_id = outer.trace_id
-            self.span_id = outer.span_id
         thread.current = self
-        if thread is _board_thread and spec.level <= RPC:
-            self.depth = _board.push(spec.index)  # type: ignore[union-attr]
-        if _failpoints and spec.name in _failpoints:
+        if thread is _board_thread and self.spec.level <= RPC:
+            self.depth = _push(self.spec.index)
+        if _failpoints and self.spec.name in _failpoints:
             try:
                 _fire(self)
             except BaseException as error:
@@ -225,27 +214,40 @@ class Span(msgspec.Struct, gc=False, eq=False):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        thread = self.thread
-        thread.current = self.outer
-        if self.depth >= 0 and _board is not None:
-            _board.restore(self.depth)
+        self.thread.current = self.outer
+        if self.depth >= 0:
+            _restore(self.depth)
         if exc is not None:
             self.record_exception(exc)
-        if self.start_ns and not self.end_ns:
-            self.end_ns = end_ns = monotonic_ns()
-            if _open.pop(self.span_id, None) is None:
-                return
-            if self.slot:
-                _table_leave(self.slot, end_ns, self.status)
-            elif _settings.roots and self in _settings.roots:
-                _settings.roots.remove(self)
-            _finished.append(self)
-            if recorder.idle:
-                recorder.wake()
+        # The body of end(), once more: a call less.
+        if _open.pop(self.span_id, None) is None:
+            return
+        self.end_ns = end_ns = monotonic_ns()
+        if self.slot:
+            _pack_end(_table_memory, self.slot + END_OFFSET, end_ns)
+        elif _settings.roots and self in _settings.roots:
+            _settings.roots.remove(self)
+        _append(self)
+        if recorder.idle:
+            recorder.wake()
+
+
+class _Step(Span, gc=False, eq=False):
+    """A step that is not recorded but shows on the board and has failpoints; it has the ids of the span around it."""
+
+    def event(self, name: str, attrs: dict[str, Any] | None = None, **attributes: Any) -> None: ...
+    def record_exception(self, exc: BaseException) -> None: ...
+    def end(self) -> None: ...
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.thread.current = self.outer
+        if self.depth >= 0:
+            _restore(self.depth)
 
 
 class _NullSpan(Span, gc=False, eq=False):
-    """What span() returns for a step that is not recorded: everything is accepted and nothing kept."""
+    """What span() returns for a step that nobody looks at: everything is accepted and nothing kept."""
 
     def set(self, attrs: dict[str, Any] | None = None, **attributes: Any) -> None: ...
     def event(self, name: str, attrs: dict[str, Any] | None = None, **attributes: Any) -> None: ...
@@ -261,14 +263,7 @@ class _NullSpan(Span, gc=False, eq=False):
     ) -> None: ...
 
 
-NULL: Span = _NullSpan(BY_INDEX[0], {}, "internal", (), None, Site("", "", 0, ""), ThreadState())
-
-
-def _no_table(slot: int, end_ns: int, status: int) -> None: ...
-
-
-_table_enter: Callable[[int, int, int, int, int, bytes], int] | None = None
-_table_leave: Callable[[int, int, int], None] = _no_table
+NULL: Span = _NullSpan(BY_INDEX[0], {}, "internal", (), None, _local.thread, None, b"", 0, 0, 0)
 
 
 def span(
@@ -280,7 +275,7 @@ def span(
     attrs: dict[str, Any] | None = None,
     **attributes: Any,
 ) -> Span:
-    """Return a context manager for one step of the catalogue.
+    """Start one step of the catalogue and return its span, to be used at once in a `with`.
 
     Args:
         name: name in the catalogue, which also gives level and kind.
@@ -293,17 +288,75 @@ def span(
     Raises:
         KeyError: the name is not in the catalogue (checked only while tracing is active).
     """
-    entry = _enabled.get(name)
+    entry = _hot.get(name)
     if entry is None:
-        if _level or _failpoints:
-            spec(name)
-        return NULL
+        if name not in _enabled:
+            if _level or _failpoints:
+                spec(name)
+            return NULL
+        if attrs is not None:
+            attributes.update(attrs)
+        return _cold_span(SPANS[name], sys._getframe(1), parent, links, kind, attributes)
     if attrs is not None:
         attributes.update(attrs)
-    site = _sites[entry.index]
-    if site is None:
-        site = _find_site(sys._getframe(1), entry)
-    return Span(entry, attributes, kind or entry.kind, links, parent or None, site, _local.thread)
+    thread = _local.thread
+    outer = thread.current
+    if parent:
+        trace_id, parent_id, _ = _unpack(parent)
+    elif outer is not None and outer.span_id:
+        trace_id = outer.trace_id
+        parent_id = outer.span_id
+    else:
+        trace_id, parent_id = _find_parent(None, entry)
+    span_id = next(_ids)
+    start_ns = monotonic_ns()
+    slot = 0
+    if _table_free:
+        slot = _table_free.pop()
+        _pack_slot(_table_memory, slot, entry.index, span_id, parent_id, start_ns, 0, trace_id)
+    item = Span(
+        entry,
+        attributes,
+        kind or entry.kind,
+        links,
+        None,
+        thread,
+        outer,
+        trace_id,
+        span_id,
+        parent_id,
+        start_ns,
+        slot,
+    )
+    _open[span_id] = item
+    return item
+
+
+def _cold_span(
+    entry: SpanSpec,
+    frame: FrameType,
+    parent: bytes | None,
+    links: tuple[bytes, ...],
+    kind: str,
+    attributes: dict[str, Any],
+) -> Span:
+    """The rare cases of span(): a step of the lifecycle, one that is not recorded, or the first of its name."""
+    thread = _local.thread
+    kind = kind or entry.kind
+    if entry.level > _level:
+        return _step(entry, thread, attributes, kind)
+    site = find_site(frame)
+    if entry.level > LIFECYCLE:
+        # Spans of the hot path keep the place of their first emission: looking it up each time costs too much.
+        _sites[entry.index] = site
+        _hot[entry.name] = entry
+    return _start(entry, attributes, kind, links, site, thread, parent, monotonic_ns())
+
+
+def _step(entry: SpanSpec, thread: ThreadState, attributes: dict[str, Any], kind: str) -> Span:
+    outer = thread.current
+    ids = (outer.trace_id, outer.span_id) if outer is not None else (b"", 0)
+    return _Step(entry, attributes, kind, (), None, thread, outer, *ids, 0, 0)
 
 
 def start_span(
@@ -327,37 +380,69 @@ def start_span(
         return NULL
     if attrs is not None:
         attributes.update(attrs)
-    thread = _local.thread
-    site = _find_site(sys._getframe(1), entry)
-    item = Span(entry, attributes, kind or entry.kind, links, parent or None, site, thread)
-    _start(item, monotonic_ns())
-    return item
+    return start_at(entry, find_site(sys._getframe(1)), monotonic_ns(), parent, links, kind, attributes)
 
 
-def _start(item: Span, start_ns: int) -> None:
+def start_at(
+    entry: SpanSpec,
+    site: Site,
+    start_ns: int,
+    parent: bytes | None,
+    links: tuple[bytes, ...],
+    kind: str,
+    attributes: dict[str, Any],
+) -> Span:
     """Start a span outside the thread's stack at a given moment, and fire its failpoints."""
-    entry, outer = item.spec, item.thread.current
+    thread = _local.thread
+    item = NULL
     if entry.level <= _level:
-        if outer is not None and outer.span_id and item.parent is None:
-            item.trace_id, item.parent_id = outer.trace_id, outer.span_id
-        else:
-            item.trace_id, item.parent_id = _find_parent(item.parent, entry)
-        item.span_id = next(_ids)
-        item.start_ns = start_ns
-        _open[item.span_id] = item
-        if entry.level == LIFECYCLE:
-            _note_start(item, entry.name == "run")
-        elif _table_enter is not None:
-            item.slot = _table_enter(
-                entry.index, item.thread.native_id, item.span_id, item.parent_id, start_ns, item.trace_id
-            )
+        item = _start(
+            entry, attributes, kind or entry.kind, links, site, thread, parent, start_ns, entry.name == "run"
+        )
     if entry.name in _failpoints:
         try:
-            _fire(item)
+            _fire(item, entry)
         except BaseException as error:
             item.record_exception(error)
             item.end()
             raise
+    return item
+
+
+def _start(
+    entry: SpanSpec,
+    attributes: dict[str, Any],
+    kind: str,
+    links: tuple[bytes, ...],
+    site: Site,
+    thread: ThreadState,
+    parent: bytes | None,
+    start_ns: int,
+    root: bool | None = None,
+) -> Span:
+    """Make and note a recorded span. root: adopts spans of other threads; None: if its thread is the main one."""
+    outer = thread.current
+    if parent or outer is None or not outer.span_id:
+        trace_id, parent_id = _find_parent(parent, entry)
+    else:
+        trace_id, parent_id = outer.trace_id, outer.span_id
+    span_id = next(_ids)
+    slot = 0
+    if entry.level > LIFECYCLE and _table_free:
+        slot = _table_free.pop()
+        _pack_slot(_table_memory, slot, entry.index, span_id, parent_id, start_ns, 0, trace_id)
+    item = Span(
+        entry, attributes, kind, links, site, thread, outer, trace_id, span_id, parent_id, start_ns, slot
+    )
+    _open[span_id] = item
+    if entry.level == LIFECYCLE:
+        if root or (root is None and outer is None and thread.main):
+            _settings.roots.append(item)
+        if recorder.files is not None:
+            with recorder.lock:
+                if recorder.files is not None:
+                    recorder.files.journal(item)
+    return item
 
 
 def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
@@ -376,7 +461,11 @@ def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if name not in _enabled:
                 return function(*args, **kwargs)
-            item = Span(entry, attributes.copy(), entry.kind, (), None, site, _local.thread)
+            thread = _local.thread
+            if entry.level > _level:
+                item = _step(entry, thread, attributes, entry.kind)
+            else:
+                item = _start(entry, attributes.copy(), entry.kind, (), site, thread, None, monotonic_ns())
             with item:
                 return function(*args, **kwargs)
 
@@ -413,7 +502,7 @@ def default_parent() -> context.Parent | None:
 
 
 def _find_parent(packed: bytes | None, entry: SpanSpec) -> context.Parent:
-    if packed is not None:
+    if packed:
         return context.unpack(packed)
     if entry.name == "run":
         # A run is a trace of its own unless the caller has one; an older run still open is no parent.
@@ -425,19 +514,10 @@ def _find_parent(packed: bytes | None, entry: SpanSpec) -> context.Parent:
     return parent
 
 
-def _note_start(item: Span, root: bool) -> None:
-    """Journal the start of a lifecycle span; a root adopts what other threads record while it is open."""
-    if root:
-        _settings.roots.append(item)
-    if recorder.files is not None:
-        with recorder.lock:
-            if recorder.files is not None:
-                recorder.files.journal(item)
-
-
-def _fire(item: Span) -> None:
-    for failpoint in _failpoints[item.spec.name]:
-        if failpoint.due(item.spec):
+def _fire(item: Span, entry: SpanSpec | None = None) -> None:
+    entry = entry or item.spec
+    for failpoint in _failpoints[entry.name]:
+        if failpoint.due(entry):
             item.event("failpoint", action=failpoint.text)
             failpoints.act(failpoint, save_before_death)
 
@@ -466,31 +546,37 @@ def _make_site(code: CodeType, line: int, module: str, qualname: str) -> Site:
     )
 
 
-def _find_site(frame: Any, entry: SpanSpec) -> Site:
-    """The caller's place in the source. Only lifecycle spans look it up each time: others keep their first."""
+def find_site(frame: FrameType) -> Site:
+    """The place in the source at which this frame is."""
     code, line = frame.f_code, frame.f_lineno
     site = _site_cache.get((code, line))
     if site is None:
         qualname = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no co_qualname
         site = _make_site(code, line, frame.f_globals.get("__name__", "?"), qualname)
         _site_cache[code, line] = site
-    if entry.level > LIFECYCLE:
-        _sites[entry.index] = site
     return site
+
+
+def enabled(name: str) -> SpanSpec | None:
+    """The entry of a step that is recorded, shown on a board or has failpoints."""
+    return _enabled.get(spec(name).name)
 
 
 def apply(level: int, active_failpoints: dict[str, list[failpoints.Failpoint]]) -> None:
     """Set what the hot path looks at."""
-    global _level, _failpoints, _enabled, _table_enter, _table_leave
+    global _level, _failpoints, _enabled, _hot, _table_memory, _table_free
     _level, _failpoints = level, active_failpoints
     # Lifecycle spans are always real, since the step board must be right with tracing off, too.
     visible = max(level, RPC if active_failpoints else LIFECYCLE)
     _enabled = {
         name: entry for name, entry in SPANS.items() if entry.level <= visible or name in active_failpoints
     }
+    _hot = {}
     table = recorder.files.table if recorder.files is not None and level >= RPC else None
-    _table_enter = table.enter if table is not None else None
-    _table_leave = table.leave if table is not None else _no_table
+    if table is not None:
+        _table_memory, _table_free = table.memory, table.free
+    else:
+        _table_free = []  # the memory stays for spans that are just ending
 
 
 def attach_board(memory: memoryview) -> None:
@@ -501,7 +587,6 @@ def attach_board(memory: memoryview) -> None:
     global _board, _board_thread
     detach_board()
     board, thread = Board(memory), _local.thread
-    board.restore(0)
     stack = []
     item = thread.current
     while item is not None:
@@ -519,6 +604,15 @@ def detach_board() -> None:
     board, _board, _board_thread = _board, None, None
     if board is not None:
         board.release()
+
+
+def _push(index: int) -> int:
+    return _board.push(index) if _board is not None else -1
+
+
+def _restore(depth: int) -> None:
+    if _board is not None:
+        _board.restore(depth)
 
 
 def forget() -> None:
