@@ -32,7 +32,9 @@ def one(store: TraceStore, name: str, **options: object) -> View:
     return build_views(store, [name], Options(**options))[0]  # type: ignore[arg-type]
 
 
-def drawn(view: View, width: int = 100, glyphs: theme.Glyphs = theme.UNICODE, styled: bool = False) -> list[str]:
+def drawn(
+    view: View, width: int = 100, glyphs: theme.Glyphs = theme.UNICODE, styled: bool = False
+) -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(Timeline(view, glyphs, styled))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -89,7 +91,10 @@ def test_long_idle_stretches_are_shortened_and_times_stay_in_order() -> None:
 def test_a_shortened_axis_says_so() -> None:
     actor = Actor("client", 0)
     view = View("x", "x", compress_idle=True)
-    view.rows = [Row("a", actor, 0, [Segment(0, 10 * MS)]), Row("b", actor, 0, [Segment(990 * MS, 1000 * MS)])]
+    view.rows = [
+        Row("a", actor, 0, [Segment(0, 10 * MS)]),
+        Row("b", actor, 0, [Segment(990 * MS, 1000 * MS)]),
+    ]
     lines = drawn(view.fit())
     assert any("980 ms in all" in line for line in lines), lines
 
@@ -112,7 +117,10 @@ def test_bars_have_the_resolution_of_an_eighth() -> None:
 def test_spawn_says_that_all_were_started_before_the_first_was_waited_for(store: TraceStore) -> None:
     view = one(store, "spawn")
     said = " ".join(view.explanation)
-    assert "all 2 workers were started (at 0.31 s and 0.33 s) before the first was waited for (at 0.34 s)" in said
+    assert (
+        "all 2 workers were started (at 0.31 s and 0.33 s) before the first was waited for (at 0.34 s)"
+        in said
+    )
     assert "rank 1 was ready last, 12.0 ms after rank 0" in said
     assert "EngineCore waited 1.87 s for READY, and the client 2.89 s for EngineCore" in said
     assert row(view, "executor.wait_for_ready").segments[0].kind is Kind.WAIT
@@ -162,7 +170,10 @@ def test_focus_chooses_by_number_and_by_span_id(store: TraceStore) -> None:
 
 def test_step_adds_up(store: TraceStore) -> None:
     said = " ".join(one(store, "step").explanation)
-    assert "of 8.00 ms, EngineCore spent on scheduling 300 µs (4%), waiting for the workers 5.90 ms (74%)" in said
+    assert (
+        "of 8.00 ms, EngineCore spent on scheduling 300 µs (4%), waiting for the workers 5.90 ms (74%)"
+        in said
+    )
     assert "model.forward took 4.10 ms on rank 1 and 3.80 ms on rank 0" in said
 
 

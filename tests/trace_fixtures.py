@@ -19,7 +19,9 @@ MS = 1_000_000
 class Tracer:
     """Writes the file of one process."""
 
-    def __init__(self, run: Run, role: str, rank: int | None, pid: int, service: str, parent_pid: int) -> None:
+    def __init__(
+        self, run: Run, role: str, rank: int | None, pid: int, service: str, parent_pid: int
+    ) -> None:
         self.run, self.role, self.rank, self.pid = run, role, rank, pid
         self.spans: list[dict[str, Any]] = []
         self.resource = {
@@ -147,7 +149,9 @@ def write_run(
     rpc, message = level in ("rpc", "message"), level == "message"
     end = 3000.0 + 10 * steps + 200
 
-    root = client.span("run", 0, end, tensor_parallel_size=tp, trace_level=level, device="cpu", backend="gloo")
+    root = client.span(
+        "run", 0, end, tensor_parallel_size=tp, trace_level=level, device="cpu", backend="gloo"
+    )
     client.span("engine_core.spawn", 2, 12, root, pid=101)
     client.span("engine_core.ready", 12, 2900, root)
 
@@ -212,7 +216,9 @@ def write_run(
         w.span("runner.warm_up", 2770, 2870, loop, rank=r)
     if dies is not None:
         died = meet + 300
-        core.span("monitor.worker_died", died + 2, died + 3, executor, rank=dies, signal="SIGKILL", error="SIGKILL")
+        core.span(
+            "monitor.worker_died", died + 2, died + 3, executor, rank=dies, signal="SIGKILL", error="SIGKILL"
+        )
         core.span("executor.failure_callback", died + 4, died + 5, executor)
         core.span("executor.shutdown", died + 6, died + 60, executor)
         return run.write()
@@ -223,7 +229,14 @@ def write_run(
         core.span("scheduler.schedule", at + 0.1, at + 0.4, step, num_tokens=3 if n else 30, num_reqs=3)
         execute = core.span("executor.execute_model", at + 0.5, at + 7, step)
         call = core.span(
-            "rpc.call", at + 0.6, at + 6.9, execute, kind=3, rpc__method="execute_model", seq=10 + n, blocking=True
+            "rpc.call",
+            at + 0.6,
+            at + 6.9,
+            execute,
+            kind=3,
+            rpc__method="execute_model",
+            seq=10 + n,
+            blocking=True,
         )
         enqueue = ""
         if message:
@@ -245,7 +258,13 @@ def write_run(
                     rank=r,
                 )
             ex = w.span(
-                "rpc.execute", at + 1 + 0.05 * r, at + 6 + 0.3 * r, call, kind=2, rpc__method="execute_model", rank=r
+                "rpc.execute",
+                at + 1 + 0.05 * r,
+                at + 6 + 0.3 * r,
+                call,
+                kind=2,
+                rpc__method="execute_model",
+                rank=r,
             )
             model = w.span("runner.execute_model", at + 1.1 + 0.05 * r, at + 5.9 + 0.3 * r, ex, rank=r)
             w.span("runner.update_states", at + 1.2, at + 1.5, model, rank=r)
@@ -255,10 +274,25 @@ def write_run(
                 reply = w.span("rpc.enqueue_output", at + 6.1, at + 6.3, busy[r], rank=r)
                 if message:
                     sent = w.span(
-                        "mq.enqueue", at + 6.15, at + 6.25, reply, kind=4, queue="response_0", slot=n % 10, bytes=90, rank=r
+                        "mq.enqueue",
+                        at + 6.15,
+                        at + 6.25,
+                        reply,
+                        kind=4,
+                        queue="response_0",
+                        slot=n % 10,
+                        bytes=90,
+                        rank=r,
                     )
                     core.span(
-                        "mq.dequeue", at + 0.95, at + 6.4, answers, kind=3, links=[sent], queue="response_0", slot=n % 10
+                        "mq.dequeue",
+                        at + 0.95,
+                        at + 6.4,
+                        answers,
+                        kind=3,
+                        links=[sent],
+                        queue="response_0",
+                        slot=n % 10,
                     )
         core.span("scheduler.update_from_output", at + 7.2, at + 7.8, step)
     stop = core.span("executor.shutdown", end - 60, end - 5, root)

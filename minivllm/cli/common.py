@@ -62,6 +62,12 @@ def signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def write(text: str) -> None:
+    """Text to stdout; what its encoding lacks becomes `?`, since a model may generate any character."""
+    encoding = sys.stdout.encoding or "ascii"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+
+
 def complain(message: str) -> None:
     """One line on stderr; a stderr that is gone too is not worth another error."""
     try:
@@ -76,7 +82,13 @@ def report(error: Exception, traceback: bool) -> int:
     Args:
         traceback: show Python's traceback as well (--traceback, or MINIVLLM_LOG_LEVEL=DEBUG).
     """
-    from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError, RemoteError, RequestError
+    from minivllm.exceptions import (
+        ConfigError,
+        EngineDeadError,
+        ExecutorFailedError,
+        RemoteError,
+        RequestError,
+    )
 
     if traceback or os.environ.get("MINIVLLM_LOG_LEVEL", "").upper() == "DEBUG":
         import traceback as tracebacks
@@ -100,7 +112,9 @@ def report(error: Exception, traceback: bool) -> int:
 def options() -> argparse.ArgumentParser:
     """Options that every subcommand has."""
     parent = argparse.ArgumentParser(add_help=False)
-    parent.add_argument("--traceback", action="store_true", help="on an error show Python's traceback as well")
+    parent.add_argument(
+        "--traceback", action="store_true", help="on an error show Python's traceback as well"
+    )
     return parent
 
 

@@ -19,7 +19,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="check this machine: Python, torch, devices, shared memory, tracing",
         description="Check what minivllm needs on this machine. Exit code 0: usable; 1: something needed is missing.",
     )
-    parser.add_argument("--clean", action="store_true", help="remove shared-memory segments of engines that are gone")
+    parser.add_argument(
+        "--clean", action="store_true", help="remove shared-memory segments of engines that are gone"
+    )
     parser.add_argument("--env", action="store_true", help="list every MINIVLLM_* variable with its default")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

@@ -27,7 +27,17 @@ from minivllm.timeline import text as words
 DEFAULT_TP = 2
 _OTLP_TIMEOUT_S = 0.5
 _TORCH_TIMEOUT_S = 60.0
-_REQUIREMENTS = ("cloudpickle", "msgspec", "numpy", "opentelemetry-sdk", "pyzmq", "rich", "safetensors", "setproctitle", "tokenizers")
+_REQUIREMENTS = (
+    "cloudpickle",
+    "msgspec",
+    "numpy",
+    "opentelemetry-sdk",
+    "pyzmq",
+    "rich",
+    "safetensors",
+    "setproctitle",
+    "tokenizers",
+)
 
 # Runs in a process of its own: importing torch takes seconds and can crash on a broken driver.
 _TORCH_PROBE = """
@@ -106,7 +116,14 @@ def _packages() -> list[Finding]:
         except importlib.metadata.PackageNotFoundError:
             absent.append(name)
     if absent:
-        return [Finding("packages", Status.MISSING, f"not installed: {', '.join(absent)}", f"pip install {' '.join(absent)}")]
+        return [
+            Finding(
+                "packages",
+                Status.MISSING,
+                f"not installed: {', '.join(absent)}",
+                f"pip install {' '.join(absent)}",
+            )
+        ]
     return [Finding("packages", Status.FINE, ", ".join(versions))]
 
 
@@ -137,7 +154,9 @@ def _probe_torch() -> dict[str, Any] | str:
 def _torch(found: dict[str, Any] | str) -> list[Finding]:
     if isinstance(found, str):
         return [
-            Finding("torch", Status.MISSING, found, "pip install torch (make sure the version fits this machine)")
+            Finding(
+                "torch", Status.MISSING, found, "pip install torch (make sure the version fits this machine)"
+            )
         ]
     text = (
         f"{found['version']}, CUDA build {found['cuda_build'] or 'none'}; importing it took "
@@ -173,7 +192,9 @@ def _collectives(found: dict[str, Any] | str) -> list[Finding]:
     if found["gloo"]:
         return [Finding("collectives", Status.FINE, "gloo (CPU)")]
     return [
-        Finding("collectives", Status.MISSING, "this torch has no gloo", "install a torch build with distributed")
+        Finding(
+            "collectives", Status.MISSING, "this torch has no gloo", "install a torch build with distributed"
+        )
     ]
 
 
@@ -193,11 +214,8 @@ def _start_method() -> list[Finding]:
 
 
 def _needed_bytes(tp: int) -> int:
-    """Shared memory of the broadcast ring and of one response ring per rank."""
-    from minivllm.distributed.shm_broadcast import ShmRingBuffer
-
-    chunk, chunks = envs.MINIVLLM_MQ_MAX_CHUNK_BYTES, envs.MINIVLLM_MQ_MAX_CHUNKS
-    return ShmRingBuffer.required_bytes(tp, chunk, chunks) + tp * ShmRingBuffer.required_bytes(1, chunk, chunks)
+    """Shared memory of the broadcast ring and of one response ring per rank; their bookkeeping is far below 1 %."""
+    return (1 + tp) * envs.MINIVLLM_MQ_MAX_CHUNKS * envs.MINIVLLM_MQ_MAX_CHUNK_BYTES
 
 
 def _shared_memory() -> list[Finding]:
@@ -212,7 +230,9 @@ def _shared_memory() -> list[Finding]:
         ]
     stat = os.statvfs("/dev/shm")
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    found = f"/dev/shm: {words.size(total)}, {words.size(free)} free; TP={DEFAULT_TP} needs {words.size(need)}"
+    found = (
+        f"/dev/shm: {words.size(total)}, {words.size(free)} free; TP={DEFAULT_TP} needs {words.size(need)}"
+    )
     if free < need:
         return [
             Finding(
@@ -227,9 +247,9 @@ def _shared_memory() -> list[Finding]:
 
 
 def _stale_segments(clean: bool) -> list[Finding]:
-    from minivllm.distributed.shm_broadcast import clean_stale_segments, find_stale_segments
+    from minivllm.distributed.shm_segment import clean_stale_segments, list_stale_segments
 
-    stale = clean_stale_segments() if clean else find_stale_segments()
+    stale = clean_stale_segments() if clean else list_stale_segments()
     if not stale:
         return [Finding("stale segments", Status.FINE, "none")]
     names = ", ".join(stale)
@@ -270,7 +290,14 @@ def _checkpoint() -> list[Finding]:
     try:
         config = ModelConfig()
     except ConfigError as e:
-        return [Finding("checkpoint", Status.MISSING, str(e), "install minivllm again: its bundled checkpoint is incomplete")]
+        return [
+            Finding(
+                "checkpoint",
+                Status.MISSING,
+                str(e),
+                "install minivllm again: its bundled checkpoint is incomplete",
+            )
+        ]
     weights = sum(f.stat().st_size for f in BUNDLED_CHECKPOINT.glob("*.safetensors"))
     if not weights:
         return [
@@ -287,7 +314,12 @@ def _checkpoint() -> list[Finding]:
 
 def _otlp() -> list[Finding]:
     variable = next(
-        (v for v in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT") if os.environ.get(v)), None
+        (
+            v
+            for v in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+            if os.environ.get(v)
+        ),
+        None,
     )
     if variable is None:
         return [
@@ -305,7 +337,12 @@ def _otlp() -> list[Finding]:
         port = None
     if not parts.hostname or port is None:
         return [
-            Finding("OTLP endpoint", Status.NOTE, f"{variable}={endpoint} is no address", "set it to http://HOST:4318")
+            Finding(
+                "OTLP endpoint",
+                Status.NOTE,
+                f"{variable}={endpoint} is no address",
+                "set it to http://HOST:4318",
+            )
         ]
     error = _connect(parts.hostname, port)
     if error:
@@ -318,11 +355,17 @@ def _otlp() -> list[Finding]:
             )
         ]
     installed = any(
-        _installed(p) for p in ("opentelemetry-exporter-otlp-proto-http", "opentelemetry-exporter-otlp-proto-grpc")
+        _installed(p)
+        for p in ("opentelemetry-exporter-otlp-proto-http", "opentelemetry-exporter-otlp-proto-grpc")
     )
     if not installed:
         return [
-            Finding("OTLP endpoint", Status.NOTE, f"{endpoint} answers, but no exporter is installed", "pip install 'minivllm[otlp]'")
+            Finding(
+                "OTLP endpoint",
+                Status.NOTE,
+                f"{endpoint} answers, but no exporter is installed",
+                "pip install 'minivllm[otlp]'",
+            )
         ]
     return [Finding("OTLP endpoint", Status.FINE, f"{endpoint} answers")]
 
@@ -361,7 +404,12 @@ def _environment() -> list[Finding]:
     for name in sorted(n for n in os.environ if n.startswith("MINIVLLM_")):
         if name not in known:
             findings.append(
-                Finding("environment", Status.NOTE, f"{name} is unknown and has no effect", "minivllm doctor --env lists the variables")
+                Finding(
+                    "environment",
+                    Status.NOTE,
+                    f"{name} is unknown and has no effect",
+                    "minivllm doctor --env lists the variables",
+                )
             )
             continue
         try:
@@ -369,7 +417,12 @@ def _environment() -> list[Finding]:
             set_here.append(f"{name}={os.environ[name]}")
         except ValueError:
             findings.append(
-                Finding("environment", Status.MISSING, f"{name}={os.environ[name]!r} is not valid", f"{name}: {known[name].help}")
+                Finding(
+                    "environment",
+                    Status.MISSING,
+                    f"{name}={os.environ[name]!r} is not valid",
+                    f"{name}: {known[name].help}",
+                )
             )
     text = ", ".join(set_here) if set_here else "no MINIVLLM_* variable is set (--env lists them)"
     return [Finding("environment", Status.FINE, text), *findings]

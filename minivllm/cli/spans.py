@@ -26,7 +26,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="The catalogue of lifecycle steps: name, trace level, process, what it shows, where the articles "
         "and vLLM 0.25.1 have it.",
     )
-    parser.add_argument("--name", metavar="TEXT", help="only the steps whose name contains TEXT; shows every field")
+    parser.add_argument(
+        "--name", metavar="TEXT", help="only the steps whose name contains TEXT; shows every field"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

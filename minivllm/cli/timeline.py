@@ -45,17 +45,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME",
         help=f"{', '.join(VIEW_NAMES)} or all (default); several may be given, also separated by commas",
     )
-    parser.add_argument("--focus", metavar="N|ID", help="which RPC or step: its number, or the beginning of a span id")
-    parser.add_argument("--rank", action="append", type=_ranks, metavar="R", help="only these workers: 0 or 0,2")
-    parser.add_argument("--from", dest="from_ns", type=_time, metavar="T", help="begin at T since the start: 0.5s, 300ms")
+    parser.add_argument(
+        "--focus", metavar="N|ID", help="which RPC or step: its number, or the beginning of a span id"
+    )
+    parser.add_argument(
+        "--rank", action="append", type=_ranks, metavar="R", help="only these workers: 0 or 0,2"
+    )
+    parser.add_argument(
+        "--from", dest="from_ns", type=_time, metavar="T", help="begin at T since the start: 0.5s, 300ms"
+    )
     parser.add_argument("--to", dest="to_ns", type=_time, metavar="T", help="end at T since the start")
     parser.add_argument(
         "--min-duration", type=_time, default=0, metavar="T", help="leave out what is shorter: 5ms, 20us"
     )
-    parser.add_argument("--width", type=_width, metavar="N", help=f"columns to use ({MIN_WIDTH} to {MAX_WIDTH})")
+    parser.add_argument(
+        "--width", type=_width, metavar="N", help=f"columns to use ({MIN_WIDTH} to {MAX_WIDTH})"
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--svg", metavar="FILE", help="write a picture instead (- for standard output)")
-    output.add_argument("--html", metavar="FILE", help="write one self-contained page instead (- for standard output)")
+    output.add_argument(
+        "--html", metavar="FILE", help="write one self-contained page instead (- for standard output)"
+    )
     output.add_argument("--json", action="store_true", help="print the data behind the views instead")
     parser.set_defaults(run=run)
 
@@ -110,10 +120,14 @@ def open_store(directory: str) -> TraceStore:
 
     path = Path(directory)
     if not path.is_dir():
-        raise ConfigError(f"{directory} is not a directory; record a run with `minivllm demo --trace {directory}`")
+        raise ConfigError(
+            f"{directory} is not a directory; record a run with `minivllm demo --trace {directory}`"
+        )
     store = TraceStore.open(path)
     if not store.spans():
-        raise ConfigError(f"{directory} holds no trace; record one with `minivllm demo --trace NEW_DIRECTORY`")
+        raise ConfigError(
+            f"{directory} holds no trace; record one with `minivllm demo --trace NEW_DIRECTORY`"
+        )
     return store
 
 
@@ -145,7 +159,15 @@ def _ranks(text: str) -> list[int]:
 
 def _time(text: str) -> int:
     """Nanoseconds of `1.5s`, `300ms`, `20us`, `20µs`, `5ns`; a bare number counts seconds."""
-    units = {"ns": 1, "us": 1_000, "\u00b5s": 1_000, "\u03bcs": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "": 1_000_000_000}
+    units = {
+        "ns": 1,
+        "us": 1_000,
+        "\u00b5s": 1_000,
+        "\u03bcs": 1_000,
+        "ms": 1_000_000,
+        "s": 1_000_000_000,
+        "": 1_000_000_000,
+    }
     number = text.rstrip("num\u00b5\u03bcs ")
     unit = text[len(number) :].strip()
     try:

@@ -31,7 +31,9 @@ def build(run: Run) -> View:
     broken = _broken(run)
     deaths = run.all("monitor.worker_died")
     if not broken and not deaths:
-        view.missing.append("nothing failed in this run; MINIVLLM_FAILPOINTS=\"rpc.execute@rank1#3=kill\" makes it fail")
+        view.missing.append(
+            'nothing failed in this run; MINIVLLM_FAILPOINTS="rpc.execute@rank1#3=kill" makes it fail'
+        )
         return view
     for process in run.store.processes():
         wanted = run.options.ranks
@@ -63,9 +65,13 @@ def _rows(run: Run, process: Process, broken: list[Span], deaths: list[Span]) ->
         depth = depths[span.span_id] = depths.get(span.parent_span_id, 0) + 1
         row = run.row(span, depth)
         row.note = failure_note(span)
-        died = next((d for d in deaths if rank_of_death(d) == process.rank and process.role == "worker"), None)
+        died = next(
+            (d for d in deaths if rank_of_death(d) == process.rank and process.role == "worker"), None
+        )
         if kind_of(span) is Kind.UNFINISHED:
-            row.marks.append(Mark(run.at(died.start_ns if died else span.end_ns), "died", "the process ended here"))
+            row.marks.append(
+                Mark(run.at(died.start_ns if died else span.end_ns), "died", "the process ended here")
+            )
         rows.append(row)
     for name in _NOTICED:
         rows += [run.row(s) for s in run.all(name, process) if s.span_id not in ids]
@@ -108,5 +114,7 @@ def _explain(run: Run, broken: list[Span], deaths: list[Span]) -> list[str]:
         )
     unfinished = [s for s in broken if kind_of(s) is Kind.UNFINISHED]
     if unfinished:
-        sentences.append(f"{words.count(len(unfinished), 'span')} never finished; the reader of the trace ended them")
+        sentences.append(
+            f"{words.count(len(unfinished), 'span')} never finished; the reader of the trace ended them"
+        )
     return sentences

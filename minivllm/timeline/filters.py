@@ -23,7 +23,9 @@ def apply(view: View, options: Options) -> View:
         before = _count(view.rows)
         view.rows = _keep(view.rows, lambda row: _touches(row, start, end))
         view.start_ns, view.end_ns = start, max(end, start + 1)
-        _say(view, before - _count(view.rows), f"outside {words.instant(start, 3)} to {words.instant(end, 3)}")
+        _say(
+            view, before - _count(view.rows), f"outside {words.instant(start, 3)} to {words.instant(end, 3)}"
+        )
     if options.min_duration_ns:
         before = _count(view.rows)
         view.rows = _keep(view.rows, lambda row: _length(row) >= options.min_duration_ns)

@@ -35,7 +35,13 @@ _STEPS = (
 )
 # Steps that no rank can leave before the last one has come.
 _MEETINGS = frozenset(
-    {"dist.rendezvous", "dist.init_process_group", "dist.new_group", "dist.init_communicator", "worker.mq_handshake"}
+    {
+        "dist.rendezvous",
+        "dist.init_process_group",
+        "dist.new_group",
+        "dist.init_communicator",
+        "worker.mq_handshake",
+    }
 )
 # Waiting shorter than this share of the picture is not worth a sentence.
 _WORTH_SAYING = 0.01
@@ -109,7 +115,9 @@ def _rank_rows(run: Run, process: Process, waits: dict[str, Span]) -> list[Row]:
 def _explain(run: Run, view: View, places: list[Process], waits: dict[str, Span]) -> list[str]:
     sentences = [*_longest(run, places), *_waited(run, view, places, waits)]
     captures = [s for p in places for s in run.all("runner.capture_model", p)]
-    reasons = {str(attribute(s, "reason")) for s in captures if attribute(s, "skipped") and attribute(s, "reason")}
+    reasons = {
+        str(attribute(s, "reason")) for s in captures if attribute(s, "skipped") and attribute(s, "reason")
+    }
     sentences += [f"runner.capture_model was skipped: {reason}" for reason in sorted(reasons)]
     return sentences
 
@@ -126,7 +134,10 @@ def _longest(run: Run, places: list[Process]) -> list[str]:
     lengths = [f"{words.duration(s.end_ns - s.start_ns)} on rank {rank_of(s) or 0}" for s in spans]
     if len(lengths) > 4:
         ordered = sorted(spans, key=lambda s: s.end_ns - s.start_ns)
-        lengths = [f"{words.duration(s.end_ns - s.start_ns)} on rank {rank_of(s) or 0}" for s in (ordered[0], ordered[-1])]
+        lengths = [
+            f"{words.duration(s.end_ns - s.start_ns)} on rank {rank_of(s) or 0}"
+            for s in (ordered[0], ordered[-1])
+        ]
         return [f"the longest step was {name}: from {lengths[0]} to {lengths[1]}"]
     return [f"the longest step was {name}: {words.listing(lengths)}"]
 
@@ -145,9 +156,13 @@ def _waited(run: Run, view: View, places: list[Process], waits: dict[str, Span])
                     found.append((waited, rank_of(span) or 0, last))
         for waited, rank, last in found[:3]:
             whom = "EngineCore" if rank_of(last) is None else f"rank {rank_of(last)}"
-            sentences.append(f"in {name} rank {rank} waited {words.duration(waited)} for {whom}, which came last")
+            sentences.append(
+                f"in {name} rank {rank} waited {words.duration(waited)} for {whom}, which came last"
+            )
         if len(found) > 3:
             sentences.append(f"… and so did {words.count(len(found) - 3, 'other rank')}")
     if not sentences and len(places) > 1:
-        sentences.append(f"no rank waited more than {words.duration(threshold)} for another one in any single step")
+        sentences.append(
+            f"no rank waited more than {words.duration(threshold)} for another one in any single step"
+        )
     return sentences

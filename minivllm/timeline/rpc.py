@@ -59,7 +59,9 @@ def _choose(run: Run, calls: list[Span]) -> Span:
         steps = [c for c in calls if method_of(c) == "execute_model" and not c.is_error] or calls
         return steps[len(steps) // 2]
     for call in calls:
-        if str(attribute(call, "seq")) == focus or (len(focus) >= 4 and call.span_id.startswith(focus.lower())):
+        if str(attribute(call, "seq")) == focus or (
+            len(focus) >= 4 and call.span_id.startswith(focus.lower())
+        ):
             return call
     if len(focus) >= 4:
         for span in run.store.spans():
@@ -69,7 +71,11 @@ def _choose(run: Run, calls: list[Span]) -> Span:
                 if inside or around:
                     return min(inside or around, key=lambda c: c.start_ns)
     numbers = [int(n) for c in calls if (n := attribute(c, "seq")) is not None]
-    known = f"calls are numbered {min(numbers)} to {max(numbers)}" if numbers else f"the run has {len(calls)} calls"
+    known = (
+        f"calls are numbered {min(numbers)} to {max(numbers)}"
+        if numbers
+        else f"the run has {len(calls)} calls"
+    )
     raise ConfigError(f"--focus {focus}: no such RPC in this trace; {known}")
 
 
@@ -138,14 +144,18 @@ def _explain(
 
 def _replies(run: Run, call: Span, executions: list[Span], messages: Messages) -> list[str]:
     answers = [s for s in run.below(call) if s.name == "mq.dequeue" and s.process is call.process]
-    repliers = sorted({r for s in answers if (m := messages.sender.get(s.span_id)) and (r := rank_of(m)) is not None})
+    repliers = sorted(
+        {r for s in answers if (m := messages.sender.get(s.span_id)) and (r := rank_of(m)) is not None}
+    )
     waits = [s for s in run.store.children(call) if s.name == "rpc.await_responses"]
     sentences = []
     if repliers:
         silent = sorted({rank_of(s) for s in executions} - set(repliers) - {None}, key=lambda r: r or 0)
         text = f"{words.ranks(repliers)} replied"
         if silent:
-            text += f"; {words.ranks([r for r in silent if r is not None])} computed the same and sent nothing"
+            text += (
+                f"; {words.ranks([r for r in silent if r is not None])} computed the same and sent nothing"
+            )
         sentences.append(text)
     if waits:
         name = run.actor(call.process).name

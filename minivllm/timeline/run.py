@@ -154,7 +154,9 @@ class Run:
     def mark(self, absolute_ns: int, symbol: str, label: str) -> Mark:
         return Mark(self.at(absolute_ns), symbol, label)
 
-    def tree(self, span: Span, depth: int, waits: dict[str, int], process: Process | None = None) -> list[Row]:
+    def tree(
+        self, span: Span, depth: int, waits: dict[str, int], process: Process | None = None
+    ) -> list[Row]:
         """A span and what is below it, as rows; siblings of one name without children share a row.
 
         Args:

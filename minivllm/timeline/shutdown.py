@@ -30,7 +30,9 @@ def build(run: Run) -> View:
         view.rows += _worker_rows(run, process)
     if not any(row.segments for row in view.rows):
         view.rows = []
-        view.missing.append("the trace has no shutdown: the run was still going on, or was killed, when it was read")
+        view.missing.append(
+            "the trace has no shutdown: the run was still going on, or was killed, when it was read"
+        )
         return view
     view.fit()
     view.zero_ns = view.start_ns
@@ -68,16 +70,26 @@ def _explain(run: Run) -> list[str]:
     shutdown = run.first("executor.shutdown")
     if shutdown is not None:
         name = run.actor(shutdown.process).name
-        sentences.append(f"{name} had shut its executor down after {words.duration(shutdown.end_ns - shutdown.start_ns)}")
-    ends = [(s.end_ns - s.start_ns, rank_of(s) or 0) for p in run.workers for s in run.all("worker.shutdown", p)]
+        sentences.append(
+            f"{name} had shut its executor down after {words.duration(shutdown.end_ns - shutdown.start_ns)}"
+        )
+    ends = [
+        (s.end_ns - s.start_ns, rank_of(s) or 0) for p in run.workers for s in run.all("worker.shutdown", p)
+    ]
     if len(ends) > 1:
         longest = max(ends)
-        sentences.append(f"the workers closed down side by side; rank {longest[1]} took longest ({words.duration(longest[0])})")
+        sentences.append(
+            f"the workers closed down side by side; rank {longest[1]} took longest ({words.duration(longest[0])})"
+        )
     used = [name for name in _LEVELS if _did_something(run, name)]
     if used == _LEVELS[:1] or (not used and run.first(_LEVELS[0])):
-        sentences.append("all workers left by themselves when their death pipes were closed; no signal was needed")
+        sentences.append(
+            "all workers left by themselves when their death pipes were closed; no signal was needed"
+        )
     elif _LEVELS[2] in used:
-        sentences.append("some worker had to be killed: it answered neither to the closed death pipe nor to SIGTERM")
+        sentences.append(
+            "some worker had to be killed: it answered neither to the closed death pipe nor to SIGTERM"
+        )
     elif _LEVELS[1] in used:
         sentences.append("some worker did not leave by itself in time and got SIGTERM")
     return sentences

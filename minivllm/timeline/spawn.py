@@ -49,7 +49,9 @@ def _parent_rows(run: Run, parent: Process, core: Process | None) -> list[Row]:
     spawn, init = run.first("engine_core.spawn"), run.first("engine_core.init", parent)
     if core is not None and spawn and init and init.start_ns > spawn.end_ns:
         actor = run.actor(parent)
-        rows.append(Row("interpreter, imports", actor, 1, [Segment(run.at(spawn.end_ns), run.at(init.start_ns))]))
+        rows.append(
+            Row("interpreter, imports", actor, 1, [Segment(run.at(spawn.end_ns), run.at(init.start_ns))])
+        )
     spawn_workers = run.first("executor.spawn_workers", parent)
     if spawn_workers:
         rows.append(run.row(spawn_workers))
@@ -58,7 +60,9 @@ def _parent_rows(run: Run, parent: Process, core: Process | None) -> list[Row]:
     wait = run.first("executor.wait_for_ready", parent)
     if wait:
         row = run.row(wait)
-        row.marks = [Mark(run.at(at), "ready", f"rank {rank}") for rank, at in sorted(_ready_events(run).items())]
+        row.marks = [
+            Mark(run.at(at), "ready", f"rank {rank}") for rank, at in sorted(_ready_events(run).items())
+        ]
         rows.append(row)
     handshake = run.first("executor.mq_handshake", parent)
     if handshake:
@@ -114,7 +118,9 @@ def _explain(run: Run, parent: Process) -> list[str]:
         sentences.append(f"{name} waited {words.duration(wait.end_ns - wait.start_ns)} for READY")
         client_wait = run.first("engine_core.ready")
         if client_wait:
-            sentences[-1] += f", and the client {words.duration(client_wait.end_ns - client_wait.start_ns)} for EngineCore"
+            sentences[-1] += (
+                f", and the client {words.duration(client_wait.end_ns - client_wait.start_ns)} for EngineCore"
+            )
     longest = _longest_phase(run)
     if longest:
         sentences.append(longest)
@@ -127,7 +133,13 @@ def _order_of_start(started: list[tuple[int, int]], waited_ns: int) -> str:
     if late:
         return (
             f"not all workers were started before the first was waited for (at {times[-1]}): "
-            + words.listing([f"rank {r} was started at {t}" for (r, _), t in zip(started, times, strict=False) if r in late])
+            + words.listing(
+                [
+                    f"rank {r} was started at {t}"
+                    for (r, _), t in zip(started, times, strict=False)
+                    if r in late
+                ]
+            )
         )
     if len(started) == 1:
         return f"the worker was started at {times[0]} and waited for from {times[-1]}"
@@ -175,5 +187,3 @@ def _longest_phase(run: Run) -> str:
         f"the longest part of a worker's way to READY was {name} ({gloss}): "
         f"{words.duration(span.end_ns - span.start_ns)} on rank {rank_of(span)}"
     )
-
-

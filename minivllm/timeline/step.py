@@ -58,7 +58,9 @@ def _choose(run: Run, steps: list[Span]) -> Span:
             for step in steps:
                 if step is target or step.start_ns <= target.start_ns < step.end_ns:
                     return step
-    raise ConfigError(f"--focus {focus}: no such step in this trace; steps are numbered 0 to {len(steps) - 1}")
+    raise ConfigError(
+        f"--focus {focus}: no such step in this trace; steps are numbered 0 to {len(steps) - 1}"
+    )
 
 
 def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
@@ -92,12 +94,18 @@ def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
             text += f" and {words.duration(forwards[0].end_ns - forwards[0].start_ns)} on rank {rank_of(forwards[0]) or 0}"
         sentences.append(text)
     reduces = [s for s in inside if s.name == "dist.all_reduce"]
-    per_rank = {rank_of(s): sum(r.end_ns - r.start_ns for r in reduces if rank_of(r) == rank_of(s)) for s in reduces}
+    per_rank = {
+        rank_of(s): sum(r.end_ns - r.start_ns for r in reduces if rank_of(r) == rank_of(s)) for s in reduces
+    }
     if per_rank:
         each = len(reduces) // len(per_rank)
-        times = [f"{words.duration(t)} on rank {r}" for r, t in sorted(per_rank.items(), key=lambda i: i[0] or 0)]
+        times = [
+            f"{words.duration(t)} on rank {r}" for r, t in sorted(per_rank.items(), key=lambda i: i[0] or 0)
+        ]
         sentences.append(f"{each} all-reduces per rank took {words.listing(times[:4])}")
     if executions:
         last = max(executions, key=lambda s: s.end_ns)
-        sentences.append(f"rank {rank_of(last) or 0} was the last to finish, at {words.duration(last.end_ns - step.start_ns)}")
+        sentences.append(
+            f"rank {rank_of(last) or 0} was the last to finish, at {words.duration(last.end_ns - step.start_ns)}"
+        )
     return sentences

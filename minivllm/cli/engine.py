@@ -1,0 +1,96 @@
+"""Starting an engine for a subcommand: where its trace goes, its options, its end.
+
+vLLM 0.25.1: vllm/entrypoints/cli/main.py
+Articles: –
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from minivllm.entrypoints.llm import LLM
+
+TRACE_LEVELS = ("lifecycle", "rpc", "message")
+
+
+def add_engine_options(parser: argparse.ArgumentParser, tp: int) -> None:
+    """Options of every subcommand that starts an engine; values are checked by the engine's configuration."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model", metavar="DIR", help="local Qwen3 or Llama checkpoint (default: the bundled one)"
+    )
+    group.add_argument(
+        "--tp", type=int, default=tp, metavar="N", help=f"tensor parallel size (default: {tp})"
+    )
+    group.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    group.add_argument(
+        "--trace", metavar="DIR", help="directory for the trace of this run; must be new or empty"
+    )
+
+
+@contextmanager
+def running(args: argparse.Namespace, trace: Path | None, what: str, **settings: Any) -> Iterator[LLM]:
+    """An engine that shows its start on stderr and is gone, with its processes, when the block ends."""
+    from minivllm.cli.progress import starting
+    from minivllm.entrypoints.llm import LLM
+
+    with starting(trace, what) as on_progress:
+        llm = LLM(
+            args.model,
+            tensor_parallel_size=args.tp,
+            device=args.device,
+            trace=trace,
+            on_progress=on_progress,
+            **settings,
+        )
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def new_trace_directory(wanted: str | None) -> Path:
+    """An empty directory for a trace: the one that was asked for, or a new one under ./traces.
+
+    Where the working directory cannot be written the trace goes to the system's temporary directory.
+
+    Raises:
+        ConfigError: the wanted directory holds something, or cannot be made.
+    """
+    from minivllm.exceptions import ConfigError
+
+    if wanted is not None:
+        path = Path(wanted)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise ConfigError(f"--trace {wanted}: the directory is not empty; name a new one")
+        except OSError as e:
+            raise ConfigError(f"--trace {wanted}: cannot be used: {e.strerror}") from None
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"--trace {wanted}: cannot be written to")
+        return path
+    name = time.strftime("%Y-%m-%dT%H-%M-%S")
+    for base in (Path("traces"), Path(tempfile.gettempdir()) / "minivllm-traces"):
+        for attempt in range(1, 100):
+            path = base / (name if attempt == 1 else f"{name}-{attempt}")
+            try:
+                base.mkdir(parents=True, exist_ok=True)
+                # Made here and not merely looked for: two runs in the same second must not share it.
+                path.mkdir()
+                return path
+            except FileExistsError:
+                if not base.is_dir():
+                    break
+            except OSError:
+                break
+    return Path(tempfile.mkdtemp(prefix="minivllm-trace-"))
