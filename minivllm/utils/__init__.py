@@ -1,0 +1,1 @@
+"""Helpers that belong to no room: process start, titles and logs, NUMA and OpenMP settings, the rendezvous."""

@@ -1,0 +1,180 @@
+"""What a process needs to know about processes: how to start them, how to name them, how they ended.
+
+vLLM 0.25.1: vllm/utils/system_utils.py (get_mp_context, set_process_title, decorate_logs)
+Articles: part 2 §2.0, §2.4.14, §2.7
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkContext, ForkServerContext, SpawnContext
+from typing import Any, TextIO
+
+from minivllm import envs
+from minivllm.exceptions import ConfigError
+
+PROCESS_NAME_PREFIX = "minivllm"
+START_METHODS = ("spawn", "fork", "forkserver")
+
+# Threads of ours that may run while a process forks: a child touches none of their locks before it has reset them.
+OWN_THREADS = ("minivllm-", "MultiprocWorkerMonitor")
+
+MAIN_GUARD_EXIT_CODE = os.EX_CONFIG
+MAIN_GUARD_ERROR = (
+    "the program starts minivllm while it is being imported. Each new process imports the main module first, so the "
+    "module must not start processes by itself: put the code that uses minivllm under `if __name__ == '__main__':`"
+)
+
+MPContext = SpawnContext | ForkContext | ForkServerContext
+
+
+def get_mp_context() -> MPContext:
+    """The multiprocessing context that MINIVLLM_WORKER_MULTIPROC_METHOD asks for.
+
+    Raises:
+        ConfigError: unknown method, or fork where a forked child could not work; the text says why.
+    """
+    method = envs.MINIVLLM_WORKER_MULTIPROC_METHOD
+    if method not in START_METHODS:
+        raise ConfigError(
+            f"MINIVLLM_WORKER_MULTIPROC_METHOD={method!r} is not one of {', '.join(START_METHODS)}"
+        )
+    # Deviation from vLLM: an explicit fork that cannot work is refused with the reason; vLLM changes it to spawn.
+    if method == "fork" and (reasons := reasons_against_fork()):
+        raise ConfigError(
+            "MINIVLLM_WORKER_MULTIPROC_METHOD=fork cannot be used here: "
+            + "; ".join(reasons)
+            + ". Use spawn or forkserver"
+        )
+    context: MPContext = multiprocessing.get_context(method)  # type: ignore[assignment]
+    return context
+
+
+def reasons_against_fork() -> list[str]:
+    """Why a child forked from this process now might hang or crash; empty when nothing speaks against it."""
+    reasons = []
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        reasons.append("CUDA is initialised in this process, and a CUDA context does not survive a fork")
+    current = threading.current_thread()
+    threads = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not current and not thread.name.startswith(OWN_THREADS)
+    ]
+    if threads:
+        reasons.append(
+            f"other threads are running ({', '.join(sorted(threads))}), and a lock that one of them holds stays "
+            "locked in the child for ever"
+        )
+    return reasons
+
+
+def check_main_guard() -> None:
+    """End this process at once if it is a child that is only just importing the main module of its parent.
+
+    Such a child has met a call that starts processes, because the parent's script lacks the `__main__` guard. It
+    leaves with MAIN_GUARD_EXIT_CODE and says nothing; the parent sees the code and explains, once
+    (`explain_exit`). Call this first in everything that starts processes.
+    """
+    # multiprocessing sets the attribute while it prepares a spawned process, and checks it itself in the same way.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # Not an exception: the script may catch those, and would go on to start itself once more.
+        os._exit(MAIN_GUARD_EXIT_CODE)
+
+
+def explain_exit(exitcode: int | None) -> str:
+    """How a process ended, in words that follow "worker rank 1 (pid 123) ": "was killed by SIGKILL"."""
+    if exitcode is None:
+        return "is still running"
+    if exitcode < 0:
+        return f"was killed by {_signal_name(-exitcode)}"
+    if exitcode == MAIN_GUARD_EXIT_CODE:
+        return f"could not be started: {MAIN_GUARD_ERROR}"
+    if 128 < exitcode < 128 + 65:
+        return f"ended after {_signal_name(exitcode - 128)} (exit code {exitcode})"
+    return f"exited with code {exitcode}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@contextmanager
+def blocked_sigint() -> Iterator[None]:
+    """Start children with SIGINT blocked, so that a Ctrl-C cannot hit one of them before it has a handler.
+
+    The mask is inherited over fork and exec; for this thread it is put back, and a SIGINT that came is delivered.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def set_process_title(name: str) -> None:
+    """Show `minivllm::<name>` in ps and top."""
+    import setproctitle
+
+    setproctitle.setproctitle(f"{PROCESS_NAME_PREFIX}::{name}")
+
+
+class _LinePrefix:
+    """Stands in for the `write` method of a stream and puts a prefix before each line."""
+
+    def __init__(self, write: Callable[[str], int]) -> None:
+        self._write = write
+        self._at_line_start = True
+        self.prefix = ""
+
+    def __call__(self, text: str) -> int:
+        if not text:
+            return 0
+        lines = text.splitlines(keepends=True)
+        out = "".join(
+            self.prefix + line if index or self._at_line_start else line for index, line in enumerate(lines)
+        )
+        self._at_line_start = text.endswith("\n")
+        try:
+            self._write(out)
+        except (ValueError, OSError):
+            # The terminal or the log collector is gone; a worker does not die of that.
+            pass
+        return len(text)
+
+
+def decorate_logs(process_name: str) -> None:
+    """Put `(Worker_TP1 pid=123) ` before each line that this process prints or logs; a later call changes the name."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            _decorate(stream, f"({process_name} pid={os.getpid()}) ")
+
+
+def _decorate(stream: TextIO, prefix: str) -> None:
+    # The stream object is kept, since log handlers hold it already.
+    write = stream.write
+    if not isinstance(write, _LinePrefix):
+        write = _LinePrefix(stream.write)
+        stream.write = write  # type: ignore[method-assign]
+    write.prefix = prefix
+
+
+def configure_logging() -> None:
+    """Send the records of `minivllm` loggers to stderr at MINIVLLM_LOG_LEVEL, unless the process has its own handlers."""
+    root = logging.getLogger("minivllm")
+    if not root.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s"))
+        root.addHandler(handler)
+    root.setLevel(envs.MINIVLLM_LOG_LEVEL.upper())
