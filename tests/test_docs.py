@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -81,3 +83,49 @@ def test_no_page_needs_the_network(site: Path) -> None:
         assert not found, f"{page.relative_to(site)}: {found.group(0)}"
     for sheet in site.rglob("*.css"):
         assert not re.search(r"@import\s+url|url\([\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def coverage() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "docs" / "_hooks"))
+    try:
+        import coverage as module
+
+        yield module
+    finally:
+        sys.path.pop(0)
+        sys.modules.pop("coverage", None)
+
+
+def test_chapters_name_sections_spans_and_walkthroughs_that_exist(coverage: ModuleType) -> None:
+    from minivllm.tracing import catalogue
+
+    for chapter in coverage.chapters():
+        assert set(chapter.articles) <= set(coverage.SECTIONS), chapter.path.name
+        assert set(chapter.spans) <= set(catalogue.SPANS), chapter.path.name
+        assert not chapter.walkthrough or (ROOT / "walkthroughs" / chapter.walkthrough).is_file()
+
+
+def test_spans_on_pages_exist(coverage: ModuleType) -> None:
+    """A failpoint on a page names a span of the catalogue, so that the command runs as written."""
+    from minivllm.tracing import catalogue
+
+    for page in (ROOT / "docs").rglob("*.md"):
+        for value in re.findall(r"MINIVLLM_FAILPOINTS=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
+            for part in value.split(";"):
+                assert re.split(r"[@#=]", part.strip())[0] in catalogue.SPANS, f"{page.name}: {part}"
+
+
+def test_chapters_keep_the_template(coverage: ModuleType) -> None:
+    for chapter in coverage.chapters():
+        text = chapter.path.read_text(encoding="utf-8")
+        for part in (
+            "You will be able to",
+            "## Invariants",
+            "Predict before you run",
+            "## In vLLM 0.25.1",
+            "## Check yourself",
+        ):
+            assert part.removeprefix("#") in text, f"{chapter.path.name} lacks {part!r}"
+        assert re.search(r"^## Where the articles? (is|are) off$", text, re.M), chapter.path.name
+        assert text.count("Build the smallest example") >= 3, chapter.path.name

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import coverage
 import source
 import symbols
 from mkdocs.config.defaults import MkDocsConfig
@@ -203,6 +204,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/differences.md": differences_page,
     "reference/environment.md": environment_page,
     "reference/commands.md": commands_page,
+    "tour/coverage.md": coverage.page,
 }
 
 
