@@ -1,0 +1,224 @@
+"""Reading a recorded run: the files that its processes wrote, merged into one trace.
+
+vLLM 0.25.1: none
+Articles: none
+
+    store = TraceStore.open("trace-directory")
+    for span in store.spans(name="rpc.execute", rank=1): ...
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minivllm.exceptions import ConfigError
+from minivllm.trace_store.files import Directory
+from minivllm.trace_store.merge import finish_open_spans, spans_of
+from minivllm.trace_store.model import Event, Link, Process, Span
+
+__all__ = ["Event", "Link", "Process", "Span", "TraceStore"]
+
+
+class TraceStore:
+    """One trace. Spans are in order of their start.
+
+    Attributes:
+        trace_id: the trace that is shown, lower-case hex.
+        trace_ids: all traces of the directory, the oldest first; more than one when it was used for several runs.
+        damaged_lines: lines that could not be read, such as the torn last line of a killed process.
+    """
+
+    def __init__(
+        self, spans: list[Span], trace_id: str, trace_ids: list[str], damaged_lines: int = 0
+    ) -> None:
+        self._spans = spans
+        self.trace_id = trace_id
+        self.trace_ids = trace_ids
+        self.damaged_lines = damaged_lines
+
+    @classmethod
+    def open(cls, directory: str | Path, trace_id: str | None = None) -> TraceStore:
+        """Read a trace directory.
+
+        Args:
+            trace_id: which trace; None takes the latest run.
+
+        Raises:
+            ConfigError: the directory does not exist, holds no trace, or not this one.
+        """
+        path = Path(directory)
+        if not path.is_dir():
+            raise ConfigError(
+                f"{directory} is not a directory; record a run with `minivllm demo --trace DIR`"
+            )
+        content = Directory(path)
+        spans = [span for record in content.records.values() for span in spans_of(record)]
+        if not spans:
+            raise ConfigError(f"{directory} holds no trace; record one with `minivllm demo --trace DIR`")
+        spans.sort(key=lambda span: span.start_ns)
+        trace_ids = list(dict.fromkeys(span.trace_id for span in spans))
+        if trace_id is None:
+            trace_id = _latest(spans)
+        elif trace_id not in trace_ids:
+            raise ConfigError(f"{directory} holds no trace {trace_id}; it has {', '.join(trace_ids)}")
+        if len(trace_ids) > 1:
+            spans = [span for span in spans if span.trace_id == trace_id]
+        finish_open_spans(spans)
+        return cls(spans, trace_id, trace_ids, content.damaged_lines)
+
+    # --- look-ups
+
+    @cached_property
+    def _by_id(self) -> dict[str, Span]:
+        return {span.span_id: span for span in self._spans}
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[Span]]:
+        groups: dict[str, list[Span]] = defaultdict(list)
+        for span in self._spans:
+            groups[span.name].append(span)
+        return groups
+
+    @cached_property
+    def _by_parent(self) -> dict[str, list[Span]]:
+        groups: dict[str, list[Span]] = defaultdict(list)
+        for span in self._spans:
+            groups[span.parent_span_id].append(span)
+        return groups
+
+    @cached_property
+    def _processes(self) -> list[Process]:
+        seen = dict.fromkeys(span.process for span in self._spans)
+        return sorted(seen, key=lambda process: process.start_ns)
+
+    # --- queries
+
+    def spans(
+        self,
+        name: str | None = None,
+        *,
+        rank: int | None = None,
+        process: Process | str | None = None,
+    ) -> list[Span]:
+        """Spans in order of their start.
+
+        Args:
+            name: name in the catalogue.
+            rank: of a worker's process, or of the worker that a span of the parent is about.
+            process: a Process, or a role such as "engine_core".
+        """
+        found = self._spans if name is None else self._by_name.get(name, [])
+        if rank is not None:
+            found = [span for span in found if span.rank == rank]
+        if isinstance(process, str):
+            return [span for span in found if span.process.role == process]
+        if process is not None:
+            return [span for span in found if span.process is process]
+        return list(found)
+
+    def span(self, span_id: str) -> Span:
+        """Raises KeyError: no such span."""
+        return self._by_id[span_id]
+
+    def parent(self, span: Span) -> Span | None:
+        return self._by_id.get(span.parent_span_id)
+
+    def children(self, span: Span) -> list[Span]:
+        """Direct children, in any process, in order of their start."""
+        return list(self._by_parent.get(span.span_id, ()))
+
+    @property
+    def root(self) -> Span | None:
+        """The span `run`, else the earliest span without a parent in this trace."""
+        runs = self._by_name.get("run")
+        if runs:
+            return runs[0]
+        return next((span for span in self._spans if span.parent_span_id not in self._by_id), None)
+
+    def tree(self, span: Span | None = None) -> Iterator[tuple[int, Span]]:
+        """Walk from a span (default: all spans without a parent here) downwards; yields depth and span."""
+        if span is not None:
+            starts = [span]
+        else:
+            starts = [item for item in self._spans if item.parent_span_id not in self._by_id]
+        stack = [(0, item) for item in reversed(starts)]
+        while stack:
+            depth, item = stack.pop()
+            yield depth, item
+            stack.extend((depth + 1, child) for child in reversed(self._by_parent.get(item.span_id, ())))
+
+    def orphans(self) -> list[Span]:
+        """Spans whose parent is not in the trace. A `run` within a caller's own trace is none."""
+        return [
+            span
+            for span in self._spans
+            if span.parent_span_id and span.parent_span_id not in self._by_id and span.name != "run"
+        ]
+
+    def processes(self) -> list[Process]:
+        """In order of their start."""
+        return list(self._processes)
+
+    def first_failure(self) -> Span | None:
+        """The innermost step in which something went wrong first, whatever failed later because of it.
+
+        A process that was killed in a step failed at its last sign of life, which its parent sees only later.
+        """
+
+        def moment(span: Span) -> tuple[int, int]:
+            return (span.process.end_ns if span.unfinished else span.end_ns), -span.start_ns
+
+        return min((span for span in self._spans if span.is_error), key=moment, default=None)
+
+    # --- other formats
+
+    def encode_otlp(self) -> bytes:
+        """The whole trace as one OTLP/JSON object, a resource for each process."""
+        groups: dict[Process, list[Span]] = defaultdict(list)
+        for span in self._spans:
+            groups[span.process].append(span)
+        return msgspec.json.encode(
+            {
+                "resourceSpans": [
+                    {
+                        "resource": msgspec.Raw(_encode_resource(process)),
+                        "scopeSpans": [
+                            {"scope": {"name": "minivllm"}, "spans": [span.raw for span in groups[process]]}
+                        ],
+                    }
+                    for process in self._processes
+                ]
+            }
+        )
+
+    def to_otlp(self) -> dict[str, Any]:
+        """The whole trace in the form of an OTLP ExportTraceServiceRequest, ids in hex."""
+        request: dict[str, Any] = msgspec.json.decode(self.encode_otlp())
+        return request
+
+    def write_otlp_json(self, file: str | Path) -> None:
+        """Write one OTLP/JSON file that Jaeger's upload and any collector's file receiver take."""
+        Path(file).write_bytes(self.encode_otlp() + b"\n")
+
+
+def _encode_resource(process: Process) -> bytes:
+    from minivllm.tracing import encode
+
+    return encode.resource(process.resource).encode()
+
+
+def _latest(spans: list[Span]) -> str:
+    """The trace of the run that started last; without any `run`, the trace with most spans."""
+    runs = [span for span in spans if span.name == "run"]
+    if runs:
+        return runs[-1].trace_id
+    counts: dict[str, int] = defaultdict(int)
+    for span in spans:
+        counts[span.trace_id] += 1
+    return max(counts, key=lambda trace_id: counts[trace_id])

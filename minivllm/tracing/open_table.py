@@ -8,8 +8,8 @@ process keeps a small table in a file that it has mapped: what was stored there 
 the process. Attributes are not kept; who reads the run has the name, ids, times and the process.
 
 Header of 64 bytes: magic, u32 pid, u32 slots, i64 clock offset (wall minus monotonic, ns).
-Slot of 64 bytes: u16 catalogue index (0: free), 6 unused, u64 span id, u64 parent id, u64 start and u64 end
-(monotonic ns; end 0 while open), 16 bytes trace id.
+Slot of 64 bytes: u16 catalogue index (0: free), u16 unused, u32 thread id, u64 span id, u64 parent id,
+u64 start and u64 end (monotonic ns; end 0 while open), 16 bytes trace id.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import mmap
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 MAGIC = b"MVOPEN1\0"
 SLOT_BYTES = 64
 SLOTS = 4096
 HEADER = struct.Struct("<8sIIq")
-SLOT = struct.Struct("<H6xQQQQ16s")
+SLOT = struct.Struct("<HHIQQQQ16s")
 END = struct.Struct("<Q")
 END_OFFSET = 32
 
@@ -54,3 +55,44 @@ class OpenTable:
         """Free the slot of a span that is in the file."""
         self.memory[slot : slot + 2] = b"\0\0"
         self.free.append(slot)
+
+
+class TableEntry(NamedTuple):
+    """One slot as a reader sees it. Times are on the wall clock; end_ns is 0 while the span is open."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_span_id: str
+    start_ns: int
+    end_ns: int
+    thread_id: int
+
+
+def read_table(path: Path) -> list[TableEntry]:
+    """Read the table of a living or dead process; an absent or foreign file gives an empty list."""
+    from minivllm.tracing.catalogue import BY_INDEX
+
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return []
+    if len(data) < SLOT_BYTES or data[: len(MAGIC)] != MAGIC:
+        return []
+    offset_ns = HEADER.unpack_from(data)[3]
+    entries = []
+    for position in range(SLOT_BYTES, len(data) - SLOT_BYTES + 1, SLOT_BYTES):
+        index, _, thread_id, span_id, parent_id, start_ns, end_ns, trace_id = SLOT.unpack_from(data, position)
+        if 0 < index <= len(BY_INDEX):
+            entries.append(
+                TableEntry(
+                    name=BY_INDEX[index - 1].name,
+                    trace_id=trace_id.hex(),
+                    span_id=f"{span_id:016x}",
+                    parent_span_id=f"{parent_id:016x}" if parent_id else "",
+                    start_ns=start_ns + offset_ns,
+                    end_ns=end_ns + offset_ns if end_ns else 0,
+                    thread_id=thread_id,
+                )
+            )
+    return entries

@@ -192,8 +192,6 @@ class Span(msgspec.Struct, gc=False, eq=False):
         self.end_ns = end_ns = monotonic_ns()
         if self.slot:
             _pack_end(_table_memory, self.slot + END_OFFSET, end_ns)
-        elif _settings.roots and self in _settings.roots:
-            _settings.roots.remove(self)
         _append(self)
         if recorder.idle:
             recorder.wake()
@@ -225,11 +223,25 @@ class Span(msgspec.Struct, gc=False, eq=False):
         self.end_ns = end_ns = monotonic_ns()
         if self.slot:
             _pack_end(_table_memory, self.slot + END_OFFSET, end_ns)
-        elif _settings.roots and self in _settings.roots:
-            _settings.roots.remove(self)
         _append(self)
         if recorder.idle:
             recorder.wake()
+
+
+class _Root(Span, gc=False, eq=False):
+    """A span that is the parent of what threads without an open span record."""
+
+    def end(self) -> None:
+        if self in _settings.roots:
+            _settings.roots.remove(self)
+        super().end()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self in _settings.roots:
+            _settings.roots.remove(self)
+        super().__exit__(exc_type, exc, tb)
 
 
 class _Step(Span, gc=False, eq=False):
@@ -313,7 +325,9 @@ def span(
     slot = 0
     if _table_free:
         slot = _table_free.pop()
-        _pack_slot(_table_memory, slot, entry.index, span_id, parent_id, start_ns, 0, trace_id)
+        _pack_slot(
+            _table_memory, slot, entry.index, 0, thread.native_id, span_id, parent_id, start_ns, 0, trace_id
+        )
     item = Span(
         entry,
         attributes,
@@ -428,20 +442,23 @@ def _start(
         trace_id, parent_id = outer.trace_id, outer.span_id
     span_id = next(_ids)
     slot = 0
-    if entry.level > LIFECYCLE and _table_free:
+    if _table_free:
         slot = _table_free.pop()
-        _pack_slot(_table_memory, slot, entry.index, span_id, parent_id, start_ns, 0, trace_id)
-    item = Span(
+        _pack_slot(
+            _table_memory, slot, entry.index, 0, thread.native_id, span_id, parent_id, start_ns, 0, trace_id
+        )
+    if root is None:
+        root = entry.level == LIFECYCLE and outer is None and thread.main
+    item = (_Root if root else Span)(
         entry, attributes, kind, links, site, thread, outer, trace_id, span_id, parent_id, start_ns, slot
     )
     _open[span_id] = item
-    if entry.level == LIFECYCLE:
-        if root or (root is None and outer is None and thread.main):
-            _settings.roots.append(item)
-        if recorder.files is not None:
-            with recorder.lock:
-                if recorder.files is not None:
-                    recorder.files.journal(item)
+    if root:
+        _settings.roots.append(item)
+    if entry.level == LIFECYCLE and recorder.files is not None:
+        with recorder.lock:
+            if recorder.files is not None:
+                recorder.files.journal(item)
     return item
 
 
@@ -572,7 +589,7 @@ def apply(level: int, active_failpoints: dict[str, list[failpoints.Failpoint]]) 
         name: entry for name, entry in SPANS.items() if entry.level <= visible or name in active_failpoints
     }
     _hot = {}
-    table = recorder.files.table if recorder.files is not None and level >= RPC else None
+    table = recorder.files.table if recorder.files is not None else None
     if table is not None:
         _table_memory, _table_free = table.memory, table.free
     else:
