@@ -14,6 +14,7 @@ from typing import Any
 import coverage
 import source
 import symbols
+import timelines
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -258,5 +259,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put code of the package into the pages that name it."""
-    return symbols.expand(markdown, page)
+    """Put code of the package and timelines of recorded runs into the pages that name them."""
+    return timelines.expand(symbols.expand(markdown, page), page)

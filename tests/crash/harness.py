@@ -67,8 +67,8 @@ class Outcome:
         return next((event for event in self.events if event["event"] == name), None)
 
 
-def run_cell(cell: Cell, trace_dir: Path, temp_dir: Path) -> Outcome:
-    """Run the caller with the cell's failpoint until every process of it is gone, at most LIMIT_S."""
+def run_cell(cell: Cell | None, trace_dir: Path, temp_dir: Path) -> Outcome:
+    """Run the caller with the cell's failpoint (None: without) until every process is gone, at most LIMIT_S."""
     tag = uuid.uuid4().hex
     env = {
         **os.environ,
@@ -78,10 +78,10 @@ def run_cell(cell: Cell, trace_dir: Path, temp_dir: Path) -> Outcome:
         "PYTHONPATH": str(ROOT),
         "PYTHONFAULTHANDLER": "1",
         "MINIVLLM_TRACE": "rpc",
-        "MINIVLLM_FAILPOINTS": f"{cell.span}@{cell.who}=kill",
+        "MINIVLLM_FAILPOINTS": f"{cell.span}@{cell.who}=kill" if cell else "",
     }
     before = segments()
-    command = [sys.executable, str(CALLER), str(trace_dir), *(["light"] if cell.light else [])]
+    command = [sys.executable, str(CALLER), str(trace_dir), *(["light"] if cell and cell.light else [])]
     outcome = Outcome()
     # Files, not pipes: a pipe would stay open as long as any orphan lives, and the orphan is what we look for.
     out_path, err_path = temp_dir / "out", temp_dir / "err"

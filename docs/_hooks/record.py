@@ -1,0 +1,87 @@
+"""Record the runs that the pages show: `make docs-assets [ARGS="NAME..."]`.
+
+Each is a real run of `minivllm generate`. What is kept in docs/runs/NAME is its trace, one OTLP/JSON file per process,
+without what is only true of the machine it ran on (paths, host name).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = ROOT / "docs" / "runs"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One run.
+
+    Attributes:
+        arguments: of `minivllm generate`.
+        failpoints: value of MINIVLLM_FAILPOINTS.
+        code: exit code that the run must have.
+    """
+
+    arguments: tuple[str, ...]
+    failpoints: str = ""
+    code: int = 0
+
+
+PROMPTS = ("A generator is", "The import statement", "Exceptions are")
+TP2 = ("--tp", "2", "--max-tokens", "8", "--trace-level")
+RECORDINGS = {
+    "tp2": Recording((*PROMPTS, *TP2, "message")),
+    "slow-device": Recording((*PROMPTS, *TP2, "lifecycle"), "worker.init_device@rank1=sleep:1"),
+    "kill-in-load": Recording((*PROMPTS, *TP2, "lifecycle"), "worker.load_model@rank1=kill", code=1),
+    "kill-in-step": Recording((*PROMPTS, *TP2, "rpc"), "model.forward@rank1#6=kill", code=1),
+    "raise-in-step": Recording((*PROMPTS, *TP2, "rpc"), "model.forward@rank1#6=raise", code=1),
+}
+
+
+def record(name: str) -> None:
+    recording = RECORDINGS[name]
+    with tempfile.TemporaryDirectory() as temp:
+        trace = Path(temp) / "trace"
+        command = [
+            sys.executable,
+            "-m",
+            "minivllm.cli.main",
+            "generate",
+            *recording.arguments,
+            "--trace",
+            str(trace),
+        ]
+        environment = {**os.environ, "MINIVLLM_FAILPOINTS": recording.failpoints, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, timeout=120, check=False, capture_output=True, text=True
+        )
+        if done.returncode != recording.code:
+            raise SystemExit(f"{name}: exit code {done.returncode}, expected {recording.code}\n{done.stderr}")
+        target = RUNS / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        for path in sorted(trace.iterdir()):
+            if path.suffix == ".jsonl":
+                text = anonymous(path.read_text(encoding="utf-8"), str(trace))
+                (target / path.name).write_text(text, encoding="utf-8")
+    print(f"{name}: {sum(p.stat().st_size for p in target.iterdir()) // 1024} KiB")
+
+
+def anonymous(text: str, trace: str) -> str:
+    """Without paths and names of this machine."""
+    text = text.replace(f"{ROOT}/", "").replace(trace, "trace")
+    text = re.sub(rf'"{re.escape(sys.prefix)}[^"]*/(site-packages/[^"]*)"', r'"\1"', text)
+    return text.replace(f'"{socket.gethostname()}"', '"host"')
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or RECORDINGS:
+        record(name)
