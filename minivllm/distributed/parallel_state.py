@@ -1,0 +1,300 @@
+"""Process groups: which ranks compute a tensor together, and how they exchange it.
+
+vLLM 0.25.1: vllm/distributed/parallel_state.py (GroupCoordinator, init_distributed_environment,
+initialize_model_parallel)
+Articles: part 1 §5, part 2 §2.4.14
+
+Ranks are numbered so that those of one tensor-parallel group are neighbours:
+
+    world_size 4, tp 2, pp 2:   tp groups [0, 1] [2, 3]    pp groups [0, 2] [1, 3]
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minivllm import envs, tracing
+from minivllm.distributed.cpu_communicator import CpuCommunicator
+from minivllm.platforms import get_platform
+
+_DEFAULT_TIMEOUT: Final = datetime.timedelta(minutes=30)
+
+
+class GroupCoordinator:
+    """The group that this rank belongs to, among those that divide the world along one dimension.
+
+    Args:
+        group_ranks: all groups of this dimension, `[num_groups][group_size]` global ranks.
+        device: where the tensors are that the group exchanges.
+        backend: backend for those tensors, "gloo" or "nccl".
+        group_name: "world", "tp" or "pp".
+
+    Attributes:
+        ranks: global ranks of this rank's group.
+        rank_in_group: position of this rank in `ranks`.
+        device_group: torch group for tensors on the device.
+        cpu_group: torch group for CPU tensors and objects; on a CPU it is device_group.
+    """
+
+    def __init__(
+        self, group_ranks: list[list[int]], device: torch.device, backend: str, group_name: str
+    ) -> None:
+        self.unique_name = group_name
+        self.rank = dist.get_rank()
+        self.device = device
+        self.backend = backend
+        self.ranks: list[int] = next(ranks for ranks in group_ranks if self.rank in ranks)
+        self.world_size = len(self.ranks)
+        self.rank_in_group = self.ranks.index(self.rank)
+        with tracing.span("dist.new_group", group=group_name, ranks=str(self.ranks), backend=backend):
+            # Every rank takes part in the creation of every group, also of those it does not belong to: torch
+            # numbers groups by counting, and ranks that count differently wait for each other for ever.
+            for ranks in group_ranks:
+                device_group = dist.new_group(ranks, backend=backend)
+                cpu_group = device_group if backend == "gloo" else dist.new_group(ranks, backend="gloo")
+                if ranks is self.ranks:
+                    self.device_group, self.cpu_group = device_group, cpu_group
+        self.cpu_communicator: CpuCommunicator | None = None
+        self._all_reduce: Callable[[Tensor], Tensor] = self._torch_all_reduce
+        self._all_gather: Callable[[Tensor, int], Tensor] = self._torch_all_gather
+
+    def init_communicator(self, shared_memory_timeout_s: float | None = None) -> None:
+        """Make the first collective, in which NCCL really builds its communicator, and wait for it.
+
+        Args:
+            shared_memory_timeout_s: set for a group whose collectives on a CPU shall go through shared memory: how
+                long a rank waits for another one in each of them.
+        """
+        with tracing.span("dist.init_communicator", group=self.unique_name, world_size=self.world_size) as s:
+            ones = torch.ones(1, device=self.device)
+            dist.all_reduce(ones, group=self.device_group)
+            get_platform(self.device.type).synchronize()
+            assert ones.item() == self.world_size
+            if shared_memory_timeout_s is not None and self.device.type == "cpu" and self.world_size > 1:
+                communicator = CpuCommunicator(
+                    self.cpu_group, self.ranks, self.rank_in_group, self.unique_name, shared_memory_timeout_s
+                )
+                self.cpu_communicator = communicator
+                self._all_reduce, self._all_gather = communicator.all_reduce, communicator.all_gather
+                s.set(transport=communicator.transport)
+            elif self.backend == "nccl":
+                s.set(transport="nccl", nccl_version=".".join(map(str, torch.cuda.nccl.version())))
+            else:
+                s.set(transport=self.backend)
+
+    @property
+    def first_rank(self) -> int:
+        """Global rank of the first member."""
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        """Global rank of the last member."""
+        return self.ranks[-1]
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank_in_group == self.world_size - 1
+
+    def all_reduce(self, input_: Tensor) -> Tensor:
+        """Sum over the group, in place; the result has the same bits on every rank."""
+        if self.world_size == 1:
+            return input_
+        if tracing.active:
+            with tracing.span("dist.all_reduce", group=self.unique_name, bytes=input_.nbytes):
+                return self._all_reduce(input_)
+        return self._all_reduce(input_)
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """Join the ranks' tensors along `dim`, in the order of ranks."""
+        if self.world_size == 1:
+            return input_
+        if tracing.active:
+            with tracing.span("dist.all_gather", group=self.unique_name, bytes=input_.nbytes):
+                return self._all_gather(input_, dim)
+        return self._all_gather(input_, dim)
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """Hand a picklable object from rank `src` of the group to all of it."""
+        if self.world_size == 1:
+            return obj
+        box = [obj if self.rank_in_group == src else None]
+        dist.broadcast_object_list(box, src=self.ranks[src], group=self.cpu_group)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here."""
+        # Always on the CPU group: an NCCL barrier would occupy the device and initialise one when there is none yet.
+        dist.barrier(group=self.cpu_group)
+
+    def abort(self) -> None:
+        """Let peers that wait for this rank in a collective fail at once; no collective is possible afterwards."""
+        if self.cpu_communicator is not None:
+            self.cpu_communicator.abort()
+
+    def destroy(self) -> None:
+        """Release the shared memory and the torch groups."""
+        if self.cpu_communicator is not None:
+            self.cpu_communicator.close()
+            self.cpu_communicator = None
+        dist.destroy_process_group(self.device_group)
+        if self.cpu_group is not self.device_group:
+            dist.destroy_process_group(self.cpu_group)
+
+    def _torch_all_reduce(self, input_: Tensor) -> Tensor:
+        dist.all_reduce(input_, group=self.device_group)
+        return input_
+
+    def _torch_all_gather(self, input_: Tensor, dim: int) -> Tensor:
+        parts = [torch.empty_like(input_) for _ in self.ranks]
+        dist.all_gather(parts, input_, group=self.device_group)
+        return torch.cat(parts, dim)
+
+
+_WORLD: GroupCoordinator | None = None
+_TP: GroupCoordinator | None = None
+_PP: GroupCoordinator | None = None
+
+
+def _need(group: GroupCoordinator | None, name: str) -> GroupCoordinator:
+    if group is None:
+        raise RuntimeError(f"the {name} group does not exist on this process; Worker.init_device creates it")
+    return group
+
+
+def get_world_group() -> GroupCoordinator:
+    """All ranks. Raises RuntimeError before init_distributed_environment."""
+    return _need(_WORLD, "world")
+
+
+def get_tp_group() -> GroupCoordinator:
+    """The ranks that hold the shards of this rank's layers. Raises RuntimeError before initialize_model_parallel."""
+    return _need(_TP, "tensor parallel")
+
+
+def get_pp_group() -> GroupCoordinator:
+    """The ranks of the pipeline's stages. Raises RuntimeError before initialize_model_parallel."""
+    return _need(_PP, "pipeline parallel")
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return get_tp_group().world_size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return get_tp_group().rank_in_group
+
+
+def model_parallel_is_initialized() -> bool:
+    return _TP is not None and _PP is not None
+
+
+def init_distributed_environment(
+    world_size: int,
+    rank: int,
+    distributed_init_method: str,
+    device: torch.device,
+    backend: str,
+    single_host: bool = True,
+    timeout: datetime.timedelta = _DEFAULT_TIMEOUT,
+) -> None:
+    """Meet the other ranks and build the world group.
+
+    Args:
+        distributed_init_method: `tcp://host:port` or `file:///path` that all ranks are given.
+        backend: "gloo" or "nccl".
+        single_host: all ranks run here, so that no network is needed.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        RuntimeError: not all ranks came in time, or this process already belongs to a world.
+    """
+    global _WORLD
+    if dist.is_initialized():
+        raise RuntimeError("this process already belongs to a distributed environment")
+    if single_host and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Deviation from vLLM: ranks of one host talk over the loopback interface. gloo would resolve the host's
+        # name, which fails or waits on a laptop without a network.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    with tracing.span(
+        "dist.rendezvous", method=distributed_init_method.partition(":")[0], rank=rank, world_size=world_size
+    ) as s:
+        store, rank, world_size = next(
+            dist.rendezvous(distributed_init_method, rank, world_size, timeout=timeout)
+        )
+        store.set_timeout(timeout)
+        # TCPStore makes clients wait for its server only. This makes each rank wait for all, and says so in the span.
+        store.set(f"arrived/{rank}", str(os.getpid()))
+        pids = [int(store.get(f"arrived/{peer}")) for peer in range(world_size)]
+        s.set(pids=str(pids), store=type(store).__name__)
+    with tracing.span("dist.init_process_group", backend=backend, world_size=world_size, rank=rank):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _WORLD = GroupCoordinator([list(range(world_size))], device, backend, "world")
+    _WORLD.init_communicator()
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1
+) -> None:
+    """Divide the world into tensor-parallel and pipeline-parallel groups.
+
+    Raises:
+        RuntimeError: the sizes do not multiply to the world size, or the groups exist already.
+    """
+    global _TP, _PP
+    world = get_world_group()
+    tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
+    if world.world_size != tp * pp:
+        raise RuntimeError(f"world size {world.world_size} is not tp {tp} x pp {pp}")
+    if model_parallel_is_initialized():
+        raise RuntimeError("the model parallel groups exist already")
+    tp_ranks = [list(range(first, first + tp)) for first in range(0, tp * pp, tp)]
+    _TP = GroupCoordinator(tp_ranks, world.device, world.backend, "tp")
+    _TP.init_communicator(envs.MINIVLLM_COLLECTIVE_TIMEOUT_S)
+    pp_ranks = [list(range(first, tp * pp, tp)) for first in range(tp)]
+    _PP = GroupCoordinator(pp_ranks, world.device, world.backend, "pp")
+    _PP.init_communicator()
+
+
+def destroy_model_parallel() -> None:
+    """Destroy the groups of initialize_model_parallel; nothing happens when there are none."""
+    global _TP, _PP
+    for group in (_PP, _TP):
+        if group is not None:
+            group.destroy()
+    _TP = _PP = None
+
+
+def destroy_distributed_environment() -> None:
+    """Leave the world; nothing happens outside of one."""
+    global _WORLD
+    if _WORLD is not None:
+        _WORLD.destroy()
+        _WORLD = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
+    """First layer of a stage and the one after its last.
+
+    Layers that do not divide evenly go to the last stages but one, since the last one also computes the logits and
+    the first one the embedding.
+    """
+    partitions = [num_hidden_layers // pp_size] * pp_size
+    for i in range(2, num_hidden_layers % pp_size + 2):
+        partitions[-i] += 1
+    start = sum(partitions[:pp_rank])
+    return start, start + partitions[pp_rank]

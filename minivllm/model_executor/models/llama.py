@@ -1,0 +1,171 @@
+"""Llama, and the frame that models like it share.
+
+vLLM 0.25.1: vllm/model_executor/models/llama.py (LlamaForCausalLM, LlamaModel, LlamaDecoderLayer, LlamaAttention,
+LlamaMLP)
+Articles: part 1 §8.2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.config import ModelConfig
+from minivllm.distributed.parallel_state import get_tp_group
+from minivllm.model_executor.layers.activation import SiluAndMul
+from minivllm.model_executor.layers.attention import Attention
+from minivllm.model_executor.layers.layer import Layer
+from minivllm.model_executor.layers.layernorm import RMSNorm
+from minivllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from minivllm.model_executor.layers.logits_processor import LogitsProcessor
+from minivllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from minivllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from minivllm.model_executor.models.interfaces import CausalLM
+
+
+class LlamaMLP(Layer):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        bias = bool(config.hf_config.get("mlp_bias", False))
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, inner, bias, dtype, device)
+        self.down_proj = RowParallelLinear(inner, hidden, bias, dtype, device)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class LlamaAttention(Layer):
+    """Projections, rotary embedding, attention."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, prefix: str) -> None:
+        super().__init__()
+        tp_size = get_tp_group().world_size
+        hidden, self.head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        total_heads, total_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_heads = total_heads // tp_size
+        self.num_kv_heads = config.get_num_kv_heads(tp_size)
+        self.num_qk_heads = self.num_heads + self.num_kv_heads
+        self.num_all_heads = self.num_qk_heads + self.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(
+            hidden, self.head_dim, total_heads, total_kv_heads, bias, dtype, device
+        )
+        self.o_proj = RowParallelLinear(total_heads * self.head_dim, hidden, bias, dtype, device)
+        self.attn = Attention(self.num_heads, self.num_kv_heads, self.head_dim, f"{prefix}.attn")
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, rotary_emb: RotaryEmbedding) -> Tensor:
+        """`[num_tokens, hidden_size]` → the same shape."""
+        qkv = self.qkv_proj(x).view(-1, self.num_all_heads, self.head_dim)
+        # Queries and keys lie side by side and are turned in place, by the same operations.
+        qk = qkv[:, : self.num_qk_heads]
+        rotary_emb(self.normalize_heads(qk), cos, sin, qk)
+        return self.o_proj(self.attn(qkv[:, : self.num_heads], qkv[:, self.num_heads :]))
+
+    def normalize_heads(self, qk: Tensor) -> Tensor:
+        """What happens to queries and keys before they are turned: nothing in Llama."""
+        return qk
+
+
+class LlamaDecoderLayer(Layer):
+    """Attention and MLP, each with a norm before and a residual around it."""
+
+    attention_cls: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, prefix: str) -> None:
+        super().__init__()
+        self.self_attn = self.attention_cls(config, dtype, device, f"{prefix}.self_attn")
+        self.mlp = LlamaMLP(config, dtype, device)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, rotary_emb: RotaryEmbedding
+    ) -> tuple[Tensor, Tensor]:
+        """`[num_tokens, hidden_size]` each → what is to be added to the residual, and the residual."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, cos, sin, rotary_emb)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel(Layer):
+    """Embedding, layers, final norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        layer_cls: type[LlamaDecoderLayer],
+    ) -> None:
+        super().__init__()
+        assert config.max_model_len is not None
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(
+            layer_cls(config, dtype, device, f"model.layers.{i}") for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.rotary_emb = RotaryEmbedding(
+            config.head_dim, config.max_model_len, config.rope_theta, dtype, device
+        )
+        # Iterating a ModuleList looks each layer up by the text of its number.
+        self.layer_list: list[LlamaDecoderLayer] = list(self.layers)  # type: ignore[arg-type]
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        cos, sin = self.rotary_emb.get_cos_sin(positions)
+        for layer in self.layer_list:
+            x, residual = layer(x, residual, cos, sin, self.rotary_emb)
+        return self.norm(x, residual)[0]
+
+
+class LlamaForCausalLM(CausalLM):
+    """The model with its output head."""
+
+    packed_modules_mapping: ClassVar[dict[str, dict[str | int, str]]] = {
+        "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
+        "gate_up_proj": {0: "gate_proj", 1: "up_proj"},
+    }
+    layer_cls: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.model = LlamaModel(config, dtype, device, self.layer_cls)
+        self.lm_head: VocabParallelEmbedding
+        if config.tie_word_embeddings:
+            self.lm_head = self.model.embed_tokens
+        else:
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype, device)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def attention_layers(self) -> Iterator[Attention]:
+        return (layer.self_attn.attn for layer in self.model.layer_list)
+
+    def weight_names(self) -> Iterator[tuple[str, Layer, str, str | int | None]]:
+        for path, module in self.named_modules():
+            if not isinstance(module, Layer):
+                continue
+            parent, _, leaf = path.rpartition(".")
+            for name, _ in module.named_parameters(recurse=False):
+                packed = self.packed_modules_mapping.get(leaf)
+                if packed is None:
+                    yield f"{path}.{name}", module, name, None
+                else:
+                    for shard_id, part in packed.items():
+                        yield f"{parent}.{part}.{name}", module, name, shard_id

@@ -1,0 +1,42 @@
+"""What may differ from one kind of model to another, behind one interface.
+
+vLLM 0.25.1: vllm/v1/worker/gpu/model_states/interface.py (ModelState)
+Articles: part 1 §7, §8.2
+
+The runner is the same for all models. Whatever a model wants otherwise (more inputs, other positions, other attention
+metadata) is an answer to one of these questions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from minivllm.config import VllmConfig
+from minivllm.model_executor.layers.attention import AttentionMetadata
+from minivllm.worker.gpu.block_table import BlockTables
+from minivllm.worker.gpu.input_batch import InputBatch
+
+
+class ModelState(ABC):
+    """Attributes:
+    num_new_sampled_tokens_per_step: tokens that a decode step adds to a request, speculation aside.
+    """
+
+    num_new_sampled_tokens_per_step = 1
+
+    def __init__(self, vllm_config: VllmConfig, dtype: torch.dtype, device: torch.device) -> None:
+        assert vllm_config.model_config is not None and vllm_config.model_config.max_model_len is not None
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def prepare_inputs(self, batch: InputBatch) -> dict[str, Tensor]:
+        """The keyword arguments of the model's forward."""
+
+    @abstractmethod
+    def prepare_attn(self, batch: InputBatch, block_tables: BlockTables) -> AttentionMetadata:
+        """The batch as this model's attention sees it."""

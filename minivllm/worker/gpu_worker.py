@@ -1,0 +1,238 @@
+"""One rank: its device, its process groups, its model runner.
+
+vLLM 0.25.1: vllm/v1/worker/gpu_worker.py (Worker, init_worker_distributed_environment)
+Articles: part 1 §4, §5, §8
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import gc
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from minivllm import envs, tracing
+from minivllm.config import VllmConfig
+from minivllm.core.sched.output import GrammarOutput, SchedulerOutput
+from minivllm.distributed import parallel_state
+from minivllm.exceptions import ConfigError
+from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from minivllm.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+from minivllm.platforms import Platform, get_platform
+from minivllm.worker.gpu.model_runner import GPUModelRunner
+from minivllm.worker.gpu.warmup import warm_up
+from minivllm.worker.worker_base import WorkerBase
+
+F = TypeVar("F", bound=Callable[..., Any])
+# A CPU measures no memory; a forward pass of this many tokens finds what would fail.
+_CPU_PROFILE_TOKENS = 256
+
+
+def _abort_peers_on_error(step: F) -> F:
+    """A step that fails in the middle leaves its peers waiting in a collective; let them fail, too."""
+
+    @functools.wraps(step)
+    def wrapper(self: Worker, *args: Any) -> Any:
+        try:
+            return step(self, *args)
+        except BaseException:
+            if parallel_state.model_parallel_is_initialized():
+                parallel_state.get_tp_group().abort()
+            raise
+
+    return cast(F, wrapper)
+
+
+class Worker(WorkerBase):
+    """A worker on a CPU or a CUDA GPU."""
+
+    device: torch.device | None
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ConfigError("pipeline_parallel_size above 1 is not supported yet")
+        self.platform: Platform = get_platform(vllm_config.device)
+        self.init_snapshot = (0, 0)
+        self._runner: GPUModelRunner | None = None
+
+    @property
+    def model_runner(self) -> GPUModelRunner:
+        if self._runner is None:
+            raise RuntimeError(
+                "the worker has no model runner: init_device has not run, or the worker is shut down"
+            )
+        return self._runner
+
+    def init_device(self) -> None:
+        """Bind the device, join the process groups, build the runner.
+
+        Order matters:
+
+        1. The device comes before the groups, since NCCL builds its communicator on the current device.
+        2. The groups come before the memory snapshot, since NCCL's buffers must not count as free memory.
+        3. Every rank has to be in here at the same time: the first collective waits for all of them.
+        """
+        parallel_config, model_config = self.parallel_config, self.model_config
+        if model_config is None:
+            raise ConfigError("this worker needs a model; the configuration has none")
+        with tracing.span("worker.init_device", device=self.vllm_config.device, rank=self.rank):
+            with tracing.span("device.bind", local_rank=self.local_rank) as s:
+                self.device = self.platform.bind_device(self.local_rank, parallel_config.local_world_size)
+                s.set(device=str(self.device), threads=torch.get_num_threads())
+            init_worker_distributed_environment(
+                self.vllm_config,
+                self.rank,
+                self.distributed_init_method,
+                self.device,
+                self.platform.dist_backend,
+            )
+            set_random_seed(model_config.seed)
+            with tracing.span("device.memory_snapshot") as s:
+                gc.collect()
+                self.platform.empty_cache()
+                self.init_snapshot = free, total = self.platform.get_memory_info()
+                s.set(free_bytes=free, total_bytes=total)
+            with tracing.span("runner.select") as s:
+                use_v2 = self.vllm_config.use_v2_model_runner
+                s.set(
+                    runner="V2" if use_v2 else "V1",
+                    forced=str(envs.MINIVLLM_USE_V2_MODEL_RUNNER),
+                    architecture=model_config.architecture,
+                )
+            self._runner = GPUModelRunner(self.vllm_config, self.device)
+
+    @tracing.instrument("worker.load_model")
+    def load_model(self) -> None:
+        self.model_runner.load_model()
+
+    def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
+        with tracing.span("worker.get_kv_cache_spec") as s:
+            specs = self.model_runner.get_kv_cache_spec()
+            s.set(layers=len(specs), bytes_per_block=sum(spec.page_size_bytes for spec in specs.values()))
+            return specs
+
+    def determine_available_memory(self) -> int:
+        """Bytes for this rank's KV cache, after a dummy forward pass that shows what the rest needs.
+
+        On a CUDA GPU: the share of the memory that may be used, less weights, peak of the pass, and what others hold.
+        On a CPU: the configured budget.
+
+        Raises:
+            ConfigError: nothing is left.
+        """
+        cache_config, max_num_tokens = self.cache_config, self.scheduler_config.max_num_batched_tokens
+        with tracing.span("worker.determine_available_memory") as s:
+            on_cpu = self.platform.device_type == "cpu"
+            self.platform.reset_peak_memory()
+            self.model_runner.profile_run(
+                min(max_num_tokens, _CPU_PROFILE_TOKENS) if on_cpu else max_num_tokens
+            )
+            peak = self.platform.get_peak_memory()
+            if cache_config.kv_cache_memory_bytes is not None:
+                available, source = cache_config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+            elif peak is None:
+                available, source = envs.MINIVLLM_CPU_KVCACHE_BYTES, "MINIVLLM_CPU_KVCACHE_BYTES"
+            else:
+                free, total = self.init_snapshot
+                # What was in use before this rank loaded anything belongs to others and to NCCL.
+                available = int(total * cache_config.gpu_memory_utilization) - (total - free) - peak
+                source = f"gpu_memory_utilization={cache_config.gpu_memory_utilization:g}"
+            s.set(available_bytes=available, source=source, peak_bytes=-1 if peak is None else peak)
+            if available <= 0:
+                raise ConfigError(
+                    f"rank {self.rank}: no memory is left for the KV cache ({source} leaves {available} bytes); "
+                    "raise gpu_memory_utilization or lower max_num_batched_tokens"
+                )
+            return available
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self.model_runner.initialize_kv_cache(kv_cache_config)
+
+    def compile_or_warm_up_model(self) -> None:
+        with tracing.span("runner.warm_up") as s:
+            s.set(steps=", ".join(warm_up(self.model_runner)))
+        self.model_runner.capture_model()
+        # Warm-up drew from torch's generator; a run must not depend on how much was warmed up.
+        assert self.model_config is not None
+        set_random_seed(self.model_config.seed)
+        # What exists now lives as long as the worker. Looking through it again and again for garbage would cost
+        # milliseconds in the middle of a step.
+        gc.collect()
+        gc.freeze()
+
+    @_abort_peers_on_error
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        return self.model_runner.execute_model(scheduler_output)
+
+    @_abort_peers_on_error
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self.model_runner.take_draft_token_ids()
+
+    @_abort_peers_on_error
+    def execute_dummy_batch(self) -> None:
+        self.model_runner.execute_dummy_batch()
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when init_device has not run or the worker is shut down."""
+        assert self.model_runner is not None
+
+    def set_device_of_thread(self) -> None:
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def shutdown(self) -> None:
+        """Drop runner and groups; idempotent, and right at any point of the start-up."""
+        if self._runner is not None:
+            self._runner.shutdown()
+            self._runner = None
+        with tracing.span("dist.destroy"):
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+        gc.unfreeze()
+
+
+def init_worker_distributed_environment(
+    vllm_config: VllmConfig, rank: int, distributed_init_method: str, device: torch.device, backend: str
+) -> None:
+    """Meet the other ranks, then build the groups of the parallel dimensions."""
+    parallel_config = vllm_config.parallel_config
+    timeout_s = parallel_config.startup_timeout_s or envs.MINIVLLM_STARTUP_TIMEOUT_S
+    parallel_state.init_distributed_environment(
+        parallel_config.world_size,
+        rank,
+        distributed_init_method,
+        device,
+        backend,
+        single_host=parallel_config.nnodes == 1,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        parallel_config.tensor_parallel_size, parallel_config.pipeline_parallel_size
+    )
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed every generator that something on this rank might draw from."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
