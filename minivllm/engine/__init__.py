@@ -33,7 +33,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequestType(enum.Enum):
-    """First frame of each message from the client."""
+    """First byte of each message from the client; one frame costs half of what two do."""
 
     ADD = b"\x00"
     ABORT = b"\x01"

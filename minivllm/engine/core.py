@@ -326,7 +326,8 @@ class EngineCoreProc(EngineCore):
     def _process_input(self) -> None:
         socket = self._socket
         while socket.get(zmq.EVENTS) & zmq.POLLIN:
-            kind, payload = socket.recv_multipart()
+            message = socket.recv()
+            kind, payload = message[:1], memoryview(message)[1:]
             if kind == EngineCoreRequestType.ADD.value:
                 self._handle_add(payload)
             elif kind == EngineCoreRequestType.ABORT.value:
@@ -334,7 +335,7 @@ class EngineCoreProc(EngineCore):
             else:
                 self._handle_utility(payload)
 
-    def _handle_add(self, payload: bytes) -> None:
+    def _handle_add(self, payload: memoryview) -> None:
         try:
             request = self.preprocess_add_request(self._request_decoder.decode(payload))
             self.add_request(request)
@@ -349,7 +350,7 @@ class EngineCoreProc(EngineCore):
                 )
             )
 
-    def _handle_utility(self, payload: bytes) -> None:
+    def _handle_utility(self, payload: memoryview) -> None:
         request = self._utility_decoder.decode(payload)
         try:
             args, kwargs = pickle.loads(request.arguments)
@@ -500,7 +501,7 @@ def describe_failure(error: BaseException) -> str:
     return f"{type(error).__qualname__}: {error}\n--- traceback in EngineCore ---\n{lines}"
 
 
-def _request_id(payload: bytes) -> str:
+def _request_id(payload: memoryview) -> str:
     """The id of a request that cannot be decoded as a whole, so that its sender can be told."""
     fields = msgspec.msgpack.decode(payload)
     return fields[0] if isinstance(fields, list) and fields and isinstance(fields[0], str) else ""

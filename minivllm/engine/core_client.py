@@ -17,7 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
@@ -54,6 +54,7 @@ from minivllm.utils.system_utils import (
 if TYPE_CHECKING:
     from minivllm.executor.abstract import Executor
 
+_T = TypeVar("_T")
 OnProgress = Callable[[str], None]
 _PROGRESS_INTERVAL_S = 0.1
 
@@ -125,12 +126,24 @@ class InprocClient(EngineCoreClient):
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.engine_core.abort_requests(request_ids)
+        self._run(self._let_go)
 
     def get_output(self) -> list[EngineCoreOutput]:
+        outputs = self._run(self.engine_core.step_fn)
+        self._run(self._let_go)
+        return outputs
+
+    def _let_go(self) -> None:
+        """Without requests nobody will call for a step, but the workers must hear of the ends of the last ones."""
+        core = self.engine_core
+        while core.has_work() and not core.scheduler.has_unfinished_requests():
+            core.step_fn()
+
+    def _run(self, action: Callable[[], _T]) -> _T:
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         try:
-            return self.engine_core.step_fn()
+            return action()
         except Exception as e:
             # The scheduler has counted the step as done; going on would give wrong tokens.
             self._failure = describe_failure(e)
@@ -143,6 +156,8 @@ class InprocClient(EngineCoreClient):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
         try:
             return self.engine_core.collective_rpc(method, timeout, args, kwargs)
         except ExecutorFailedError as e:
@@ -336,9 +351,7 @@ class SyncMPClient(EngineCoreClient):
             self._raise_if_dead()
             try:
                 # Without a peer the socket would block; then the process is gone or going.
-                self.resources.socket.send_multipart(
-                    (kind.value, self._encoder.encode(payload)), flags=zmq.NOBLOCK
-                )
+                self.resources.socket.send(kind.value + self._encoder.encode(payload), zmq.NOBLOCK)
             except zmq.Again:
                 self._receive()
                 raise EngineDeadError("EngineCore does not take requests any more") from None

@@ -1,0 +1,289 @@
+"""The engine over a worker without torch: every path of client, EngineCore and executor, and its answers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from counting_model import expected_tokens
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import ModelConfig
+from minivllm.engine import EngineCoreRequest
+from minivllm.exceptions import EngineDeadError, RemoteError, RequestError
+
+MODEL = ModelConfig()
+MAX_LEN = 200
+
+
+def start(backend: str = "uni", **kwargs: Any) -> LLM:
+    kwargs.setdefault("max_model_len", MAX_LEN)
+    kwargs.setdefault("max_num_seqs", 4)
+    if backend == "mp":
+        kwargs.setdefault("tensor_parallel_size", 2)
+    return LLM(
+        worker_cls="counting_worker.CountingWorker", distributed_executor_backend=backend, device="cpu", **kwargs
+    )
+
+
+def expected(prompt: list[int], params: SamplingParams) -> list[int]:
+    return expected_tokens(prompt, params, MODEL.vocab_size, frozenset(MODEL.eos_token_ids), MAX_LEN)
+
+
+@pytest.fixture(scope="module", params=["inproc-uni", "inproc-mp", "proc-uni", "proc-mp"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    process, backend = request.param.split("-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "1" if process == "proc" else "0")
+        with start(backend, num_gpu_blocks_override=40, max_num_batched_tokens=48) as llm:
+            yield llm
+
+
+def test_tokens_of_many_requests(llm: LLM) -> None:
+    """Chunked prefill, queueing and preemption at once; each request is answered as if it were alone."""
+    prompts = [[(7 * i + j) % 2048 for j in range(1 + 9 * i % 80)] for i in range(40)]
+    params = [SamplingParams(max_tokens=1 + i * 5 % 60, ignore_eos=i % 2 == 0) for i in range(40)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, sampling, output in zip(prompts, params, outputs, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert output.outputs[0].token_ids == expected(prompt, sampling)
+        assert output.finished and output.outputs[0].finished()
+    assert llm.collective_rpc("open_slots")[0] == []
+
+
+def test_forms_of_prompts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3)
+    text = "def make_worker_process("
+    one = llm.generate(text, params)[0]
+    assert one.prompt == text and one.prompt_token_ids
+    ids = one.prompt_token_ids
+    for prompts in (ids, [ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], {"prompt": text}, (text,)):
+        again = llm.generate(prompts, params)
+        assert len(again) == 1
+        assert again[0].outputs[0].token_ids == one.outputs[0].token_ids
+    assert llm.generate([], params) == []
+    assert llm.generate(text)[0].outputs[0].finish_reason == "length"
+
+
+def test_text_and_finish_reasons(llm: LLM) -> None:
+    prompt = [5, 6, 7]
+    free = expected(prompt, SamplingParams(max_tokens=30, ignore_eos=True))
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.decode(free)
+    full = llm.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True))[0].outputs[0]
+    assert full.text == tokenizer.decode(prompt + free)[len(tokenizer.decode(prompt)) :]
+    assert (full.finish_reason, full.stop_reason) == ("length", None)
+
+    stop = text[len(text) // 2 :][:4]
+    cut = llm.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True, stop=stop))[0].outputs[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert stop not in cut.text and full.text.startswith(cut.text)
+    assert len(cut.token_ids) < 30
+
+    by_token = llm.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=[free[4]]))[0]
+    assert by_token.outputs[0].token_ids == free[: free.index(free[4]) + 1]
+    assert (by_token.outputs[0].finish_reason, by_token.outputs[0].stop_reason) == ("stop", free[4])
+
+
+def test_the_models_length_ends_a_request(llm: LLM) -> None:
+    prompt = [1] * (MAX_LEN - 4)
+    output = llm.generate(prompt, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs[0]
+    assert len(output.token_ids) == 4 and output.finish_reason == "length"
+
+
+def test_logprobs_reach_the_user(llm: LLM) -> None:
+    prompt = list(range(20))
+    output = llm.generate(prompt, SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=1))[0]
+    completion = output.outputs[0]
+    assert completion.logprobs is not None and output.prompt_logprobs is not None
+    assert [next(iter(position)) for position in completion.logprobs] == completion.token_ids
+    assert completion.cumulative_logprob == pytest.approx(-0.5 * len(completion.token_ids))
+    assert output.prompt_logprobs[0] is None
+    assert [next(iter(position)) for position in output.prompt_logprobs[1:] if position] == prompt[1:]
+    first = completion.logprobs[0][completion.token_ids[0]]
+    assert first.rank == 1 and first.decoded_token == llm.get_tokenizer().decode([completion.token_ids[0]])
+
+
+def test_bad_requests_are_refused_before_any_starts(llm: LLM) -> None:
+    steps = llm.collective_rpc("pid")
+    good = [1, 2, 3]
+    for bad, text in (
+        ([], "empty"),
+        ("", "empty"),
+        ([1] * MAX_LEN, "max_model_len"),
+        ([2048], "not in the vocabulary"),
+        ([-1], "not in the vocabulary"),
+        ([1.5], "integers"),
+        ([True, 1], "integers"),
+        (None, "a prompt is a string"),
+        ({"text": "x"}, "needs 'prompt'"),
+        ("\ud800", "tokenized"),
+    ):
+        with pytest.raises(RequestError, match=text) as error:
+            llm.generate([good, bad])
+        assert "prompt 1" in str(error.value)
+    with pytest.raises(RequestError, match="KV cache blocks"):
+        # 39 usable blocks of 16 tokens are more than the model's length, so a fitting request fits the pool.
+        llm.llm_engine.input_processor.limits.num_gpu_blocks, kept = 3, 40
+        try:
+            llm.generate([1] * 40, SamplingParams(max_tokens=10))
+        finally:
+            llm.llm_engine.input_processor.limits.num_gpu_blocks = kept
+    for bad_params, text in (
+        ({"temperature": 0}, "SamplingParams"),
+        ([SamplingParams()], "1 sampling_params were given for 2"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            llm.generate([good, good], bad_params)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.collective_rpc("pid") == steps
+    assert llm.generate(good, SamplingParams(max_tokens=2))[0].finished
+
+
+def test_engine_core_refuses_a_bad_request_alone(llm: LLM) -> None:
+    """Whatever a client sends: that request fails, the others go on."""
+    engine = llm.llm_engine
+    good = engine.process_input("good", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.add_request(*good)
+    bad = EngineCoreRequest("bad", [1] * (MAX_LEN + 5), SamplingParams(max_tokens=5))
+    with pytest.raises(RequestError, match="max_model_len"):
+        engine.add_request(None, bad)
+        while engine.has_unfinished_requests():
+            engine.step()
+    engine.abort_requests(["bad"])
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.request_id for output in outputs] in (["good"], [])
+
+
+def test_collective_rpc(llm: LLM) -> None:
+    ranks = llm.llm_engine.vllm_config.parallel_config.world_size
+    assert llm.collective_rpc("echo", args=({"a": [1, b"x"]},)) == [{"a": [1, b"x"]}] * ranks
+    assert llm.collective_rpc("echo", kwargs={"value": 3}) == [3] * ranks
+    offset = 10
+    assert llm.collective_rpc(lambda worker, x: worker.rank + offset + x, args=(1,)) == [11, 12][:ranks]
+    assert llm.collective_rpc("check_health") == [None] * ranks
+    big = os.urandom(3 << 20)
+    assert llm.collective_rpc("echo", args=(big,)) == [big] * ranks
+
+
+def test_an_error_in_a_worker_reaches_the_caller_and_harms_nobody(llm: LLM) -> None:
+    last = llm.llm_engine.vllm_config.parallel_config.world_size - 1
+    with pytest.raises((RemoteError, LookupError), match="told to fail"):
+        llm.collective_rpc("fail_on", args=(last,))
+    with pytest.raises((RemoteError, AttributeError), match="no_such_method"):
+        llm.collective_rpc("no_such_method")
+    assert llm.collective_rpc("echo", args=(1,)) == [1] * (last + 1)
+    assert llm.generate([1, 2], SamplingParams(max_tokens=2))[0].finished
+
+
+def test_abort(llm: LLM) -> None:
+    engine = llm.llm_engine
+    for name in ("x", "y"):
+        engine.add_request(*engine.process_input(name, [1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True)))
+    for _ in range(3):
+        engine.step()
+    aborted = engine.abort_requests(["x", "unknown"])
+    assert [o.request_id for o in aborted] == ["x"] and aborted[0].outputs[0].finish_reason == "abort"
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [o.request_id for o in outputs] == ["y"]
+    assert outputs[0].outputs[0].token_ids == expected([1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True))
+    llm.generate([1], SamplingParams(max_tokens=1))
+    deadline = time.monotonic() + 5
+    while llm.collective_rpc("open_slots")[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert llm.collective_rpc("open_slots")[0] == []
+
+
+def test_calls_from_several_threads_take_turns(llm: LLM) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    ranks = llm.llm_engine.vllm_config.parallel_config.world_size
+    with ThreadPoolExecutor(4) as pool:
+        running = pool.submit(llm.generate, [[9, 9]] * 6, params, False)
+        calls = [pool.submit(llm.collective_rpc, "echo", None, (i,)) for i in range(20)]
+        assert [call.result(30) for call in calls] == [[i] * ranks for i in range(20)]
+        outputs = running.result(30)
+    assert all(output.outputs[0].token_ids == expected([9, 9], params) for output in outputs)
+
+
+def test_in_process_engine_core_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
+    with start("uni") as llm:
+        core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        assert core.model_executor.collective_rpc("echo", args=(1,)) == [1]
+        core.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("process", ["0", "1"])
+def test_shutdown_is_final_and_idempotent(process: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", process)
+    llm = start("uni")
+    before = time.monotonic()
+    llm.shutdown()
+    assert time.monotonic() - before < 0.5
+    llm.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate([1])
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.collective_rpc("echo", args=(1,))
+
+
+def test_dropping_the_last_reference_ends_the_processes() -> None:
+    llm = start("mp")
+    engine_core = psutil.Process(llm.llm_engine.engine_core.resources.process.pid)  # type: ignore[attr-defined]
+    family = [engine_core, *engine_core.children(recursive=True)]
+    assert len(family) >= 3
+    gone = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert gone() is None
+    _, alive = psutil.wait_procs(family, timeout=2)
+    assert not alive
+
+
+def test_two_engines_side_by_side() -> None:
+    with start("uni") as first, start("mp") as second:
+        params = SamplingParams(max_tokens=5)
+        assert first.generate([3, 4], params)[0].outputs == second.generate([3, 4], params)[0].outputs
+
+
+def test_start_up_and_wait_leave_nothing() -> None:
+    """No socket file is left, not even while the engine runs."""
+    import tempfile
+
+    with start("uni"):
+        assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("minivllm-")]
+
+
+def test_idle_engine_uses_no_cpu() -> None:
+    with start("uni") as llm:
+        engine_core = psutil.Process(llm.llm_engine.engine_core.resources.process.pid)  # type: ignore[attr-defined]
+        llm.generate([1, 2], SamplingParams(max_tokens=3))
+        time.sleep(0.5)
+        before = engine_core.cpu_times()
+        time.sleep(1)
+        after = engine_core.cpu_times()
+        assert after.user + after.system - before.user - before.system <= 0.02
+
+
+def test_progress_is_reported() -> None:
+    lines: list[str] = []
+    start("uni", on_progress=lines.append).shutdown()
+    assert lines and all(": " in line for line in lines)
+
+
+def test_no_torch_in_client_and_engine_core() -> None:
+    with start("uni") as llm:
+        assert llm.collective_rpc(lambda worker: "torch" in sys.modules) == [False]
