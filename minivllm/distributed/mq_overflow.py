@@ -121,15 +121,15 @@ class OverflowWriter:
             self._blocks.remove(block)
             block.close()
 
-    def on_lap(self, message: int) -> None:
+    def on_lap(self, lap: int) -> None:
         """Once around the ring: give back what has not been needed for a while."""
         if not self._blocks:
             return
-        if message // self._ring.max_chunks - self._last_lap > _IDLE_LAPS:
+        if lap - self._last_lap > _IDLE_LAPS:
             self._ring.retired = self._next_number - 1
             for block in self._blocks:
                 block.one_off = True
-        self._collect(message)
+        self._collect(lap * self._ring.max_chunks)
 
     @property
     def allocated_bytes(self) -> int:

@@ -6,9 +6,6 @@ Articles: part 2 §2.5, part 1 §2
 
 from __future__ import annotations
 
-import logging
-import pickle
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -16,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm import envs, tracing
+from minivllm.distributed.mq_codec import OVERFLOW, RAW, TRACED, MessagePickler, decode, loads
 from minivllm.distributed.mq_overflow import OverflowReader, OverflowWriter
 from minivllm.distributed.mq_wait import Patience, process_state
 from minivllm.distributed.shm_ring import (
     CONTEXT_BYTES,
     LINE_BYTES,
-    OUT_OF_BAND,
-    OVERFLOW,
-    TRACED,
+    READERS_ASLEEP,
+    WRITER_ASLEEP,
     ShmRingBuffer,
     SlotState,
 )
@@ -31,12 +28,10 @@ from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, memory_fence
 from minivllm.exceptions import MessageDecodeError, MessageQueueClosed
 
 if TYPE_CHECKING:
-    pass
+    from minivllm.distributed.mq_remote import RemoteReader, RemoteWriter
 
 __all__ = ["Handle", "MessageDecodeError", "MessageQueue", "MessageQueueClosed", "ShmRingBuffer", "SlotState"]
 
-logger = logging.getLogger(__name__)
-_loads = pickle.loads
 _now_ns = time.perf_counter_ns
 
 
@@ -48,8 +43,9 @@ class Handle:
 
     Attributes:
         buffer_handle: number of local readers, slot size in bytes, slots, name of the segment; None without local readers.
-        remote_subscribe_addr: ZMQ address of the writer for readers on other hosts.
+        remote_subscribe_addr: ZMQ address of the writer for readers on other hosts; None without such readers.
         secret: key of the remote messages' authentication.
+        name: what the queue is called in warnings and traces.
     """
 
     local_reader_ranks: list[int] = field(default_factory=list)
@@ -60,28 +56,22 @@ class Handle:
     name: str = ""
 
 
-class _Pieces(list[Any]):
-    """A file for the pickler: what it writes is kept as it comes, large bytes objects uncopied."""
-
-    __slots__ = ()
-    write = list.append
-
-
 class _Timing:
     """What a traced enqueue or dequeue measures on its way; None stands in for it when nobody wants to know."""
 
-    __slots__ = ("copied", "kind", "ready", "size", "slept_ns", "slot", "started")
+    __slots__ = ("context", "copied", "message", "ready", "slept_ns", "slot", "started")
 
-    def __init__(self) -> None:
+    def __init__(self, context: bytes = b"") -> None:
+        self.context = context
         self.started = self.ready = self.copied = _now_ns()
-        self.slot = self.size = self.kind = self.slept_ns = 0
+        self.slot = self.message = self.slept_ns = 0
 
 
 class MessageQueue:
     """One end of a broadcast queue: the writer's (made by the constructor) or a reader's (`create_from_handle`).
 
     A message is pickled once, copied into a slot of the ring once, and unpickled from there by each reader. What is too
-    large for a slot lies in an overflow segment, and the slot says where.
+    large for a slot lies in an overflow segment, and the slot says where. Readers on other hosts get it by TCP.
 
     Invariants:
         1. What a reader gets never changes later: everything is copied out of shared memory before the slot is given up.
@@ -91,22 +81,31 @@ class MessageQueue:
            or when `on_wait` raises; in the last three cases nothing has been sent or consumed.
         5. Several threads may enqueue, and several may dequeue; one at a time gets in.
         6. Memory is unmapped by whoever leaves last: `shutdown`, or the call that it interrupted.
+        7. While nobody sleeps, no message costs a system call.
 
     Attributes:
         on_wait: called about every 50 ms while a wait lasts; what it raises ends the wait.
         last_context: trace context of the message that was dequeued last, b"" if it had none.
+        current_idx: the slot that is written or read next.
+        local_reader_rank: this reader's index among the local readers; -1 for the writer and for remote readers.
     """
 
     __slots__ = (
         "__weakref__",
+        "_acquire",
+        "_buffers",
+        "_clear_memo",
+        "_dump",
         "_lap",
         "_lock",
-        "_out_of_band",
         "_overflow_reader",
         "_overflow_writer",
         "_pickler",
         "_pieces",
+        "_release",
         "_released",
+        "_remote_reader",
+        "_remote_writer",
         "buffer",
         "current_idx",
         "handle",
@@ -136,7 +135,7 @@ class MessageQueue:
             n_local_reader: readers on this host, served through shared memory; the other ones through TCP.
             local_reader_ranks: their ranks (default 0, 1, …).
             max_chunk_bytes, max_chunks: slot size and number of slots (default MINIVLLM_MQ_MAX_CHUNK_BYTES, _CHUNKS).
-            connect_ip: the only address that remote readers can reach this queue at.
+            connect_ip: the only address at which remote readers can reach this queue (default: this host's).
             name: what the queue is called in warnings and traces.
 
         Raises:
@@ -144,61 +143,103 @@ class MessageQueue:
         """
         if local_reader_ranks is None:
             local_reader_ranks = list(range(n_local_reader))
-        if len(local_reader_ranks) != n_local_reader or not 0 <= n_local_reader <= n_reader:
+        if len(local_reader_ranks) != n_local_reader or not 0 <= n_local_reader <= n_reader or n_reader < 1:
             raise ValueError(
                 f"{n_reader} readers of which {n_local_reader} are local do not match local ranks {local_reader_ranks}"
             )
-        if n_local_reader != n_reader:
-            raise NotImplementedError
-        ring = ShmRingBuffer(
-            n_local_reader,
-            max_chunk_bytes or envs.MINIVLLM_MQ_MAX_CHUNK_BYTES,
-            max_chunks or envs.MINIVLLM_MQ_MAX_CHUNKS,
-            spin_s=envs.MINIVLLM_MQ_SPIN_US / 1e6,
-        )
-        self._set_up(Handle(local_reader_ranks, ring.handle(), name=name), ring)
+        max_chunk_bytes = max_chunk_bytes or envs.MINIVLLM_MQ_MAX_CHUNK_BYTES
+        max_chunks = max_chunks or envs.MINIVLLM_MQ_MAX_CHUNKS
+        self._set_up(Handle(local_reader_ranks, name=name))
         self.n_local_reader = n_local_reader
         self.n_remote_reader = n_reader - n_local_reader
-        self._new_pickler()
-        self._overflow_writer = OverflowWriter(ring, envs.MINIVLLM_MQ_MAX_OVERFLOW_BYTES)
+        self._use_pickler(MessagePickler())
+        if self.n_remote_reader:
+            from minivllm.distributed.mq_remote import RemoteWriter
+
+            remote = self._remote_writer = RemoteWriter(connect_ip, self.n_remote_reader, max_chunks)
+            self.handle.secret = remote.secret
+            self.handle.remote_subscribe_addr = remote.address
+            self.handle.remote_addr_ipv6 = remote.ipv6
+        if n_local_reader:
+            try:
+                ring = ShmRingBuffer(
+                    n_local_reader, max_chunk_bytes, max_chunks, spin_s=envs.MINIVLLM_MQ_SPIN_US / 1e6
+                )
+            except BaseException:
+                self.shutdown()
+                raise
+            self.buffer = ring
+            self.handle.buffer_handle = ring.handle()
+            self._overflow_writer = OverflowWriter(ring, envs.MINIVLLM_MQ_MAX_OVERFLOW_BYTES)
+        self._set_title()
 
     def export_handle(self) -> Handle:
         return self.handle
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
-        """A reader's end; `rank` must be one of the handle's, each may attach once."""
+        """A reader's end. `rank` is one of the handle's local ranks, or that of a remote reader; each attaches once.
+
+        Raises:
+            FileNotFoundError: the writer is gone, or all its readers have attached already.
+        """
         self = MessageQueue.__new__(MessageQueue)
-        assert handle.buffer_handle is not None
-        ring = ShmRingBuffer(*handle.buffer_handle, spin_s=envs.MINIVLLM_MQ_SPIN_US / 1e6)
-        self._set_up(handle, ring)
+        self._set_up(handle)
         self.n_local_reader = len(handle.local_reader_ranks)
         self.n_remote_reader = 0
-        self.local_reader_rank = handle.local_reader_ranks.index(rank)
-        self._overflow_reader = OverflowReader(ring)
-        ring.attach(self.local_reader_rank)
+        if rank in handle.local_reader_ranks and handle.buffer_handle is not None:
+            self.buffer = ShmRingBuffer(*handle.buffer_handle, spin_s=envs.MINIVLLM_MQ_SPIN_US / 1e6)
+            self.local_reader_rank = handle.local_reader_ranks.index(rank)
+            self._overflow_reader = OverflowReader(self.buffer)
+            self.buffer.attach(self.local_reader_rank)
+        elif handle.remote_subscribe_addr is not None:
+            from minivllm.distributed.mq_remote import RemoteReader
+
+            self._remote_reader = RemoteReader(
+                handle.remote_subscribe_addr, handle.remote_addr_ipv6, handle.secret, rank
+            )
+        else:
+            raise ValueError(
+                f"rank {rank} is not a reader of this queue, whose ranks are {handle.local_reader_ranks}"
+            )
+        self._set_title()
         return self
 
-    def _set_up(self, handle: Handle, ring: ShmRingBuffer) -> None:
+    def _set_up(self, handle: Handle) -> None:
         self.handle = handle
-        self.buffer = ring
-        self.title = f"message queue {handle.name!r}" if handle.name else f"message queue {ring.segment.name}"
+        # Not Optional on purpose: the hot path is for queues that have a ring.
+        self.buffer: ShmRingBuffer = None  # type: ignore[assignment]
         self.current_idx = 0
         self.local_reader_rank = -1
         self.on_wait: Callable[[], None] | None = None
         self.last_context = b""
         self.shutting_down = False
         self.reason = ""
+        self.title = "message queue"
         self._lap = 0
         self._released = False
         self._lock = threading.Lock()
+        self._acquire = self._lock.acquire
+        self._release = self._lock.release
         self._overflow_writer: OverflowWriter | None = None
         self._overflow_reader: OverflowReader | None = None
+        self._remote_writer: RemoteWriter | None = None
+        self._remote_reader: RemoteReader | None = None
+        self._dump: Callable[[Any], None] = _only_the_writer_can_enqueue
 
-    def _new_pickler(self) -> None:
-        self._pieces = _Pieces()
-        self._out_of_band: list[pickle.PickleBuffer] = []
-        self._pickler = pickle.Pickler(self._pieces, 5, buffer_callback=self._out_of_band.append)
+    def _set_title(self) -> None:
+        handle = self.handle
+        what = (
+            repr(handle.name)
+            if handle.name
+            else (handle.buffer_handle or ("", "", "", handle.remote_subscribe_addr))[3]
+        )
+        self.title = f"message queue {what}"
+
+    def _use_pickler(self, pickler: MessagePickler) -> None:
+        self._pickler = pickler
+        self._dump, self._clear_memo = pickler.dump, pickler.clear_memo
+        self._pieces, self._buffers = pickler.pieces, pickler.buffers
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Collective: the writer waits until every reader has attached, the readers wait until it has seen them all.
@@ -208,32 +249,44 @@ class MessageQueue:
             MessageQueueClosed: shutdown() was called meanwhile.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._enter(deadline)
+        if not self._acquire(False):
+            self._acquire_late(deadline)
         try:
+            if self.shutting_down:
+                raise MessageQueueClosed(self.reason)
             ring = self.buffer
-            if self.local_reader_rank < 0:
-                ring.writer_wake.wait(
-                    ring.all_attached,
-                    deadline,
-                    Patience(self, deadline, self._missing_readers),
-                    ring.sleeping_offset + ring.n_reader,
-                )
-                ring.set_ready()
-            else:
+            if self._remote_reader is not None:
+                self._remote_reader.wait_until_ready(deadline, self._patience(deadline, self._late_writer))
+            elif self.local_reader_rank >= 0:
                 ring.readers_wake.wait(
                     lambda: ring.ready,
                     deadline,
-                    Patience(
-                        self, deadline, lambda: f"{self.title}: waiting until the writer has seen all readers"
-                    ),
+                    lambda: self._patience(deadline, self._late_writer),
                     ring.sleeping_offset + self.local_reader_rank,
                 )
+            else:
+                if self.n_local_reader:
+                    ring.writer_wake.wait(
+                        ring.all_attached,
+                        deadline,
+                        lambda: self._patience(deadline, self._missing_readers),
+                        ring.sleeping_offset + ring.n_reader,
+                    )
+                if self._remote_writer is not None:
+                    self._remote_writer.wait_until_attached(
+                        deadline, self._patience(deadline, self._missing_readers)
+                    )
+                    self._remote_writer.set_ready()
+                if self.n_local_reader:
+                    ring.set_ready()
         finally:
-            self._leave()
+            self._release()
+            if self.shutting_down:
+                self._give_back()
 
     # Sending
 
-    def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+    def enqueue(self, obj: Any, timeout: float | None = None, _timing: _Timing | None = None) -> None:
         """Send `obj` to all readers.
 
         Args:
@@ -243,119 +296,125 @@ class MessageQueue:
             TimeoutError: names the readers that have not read.
             MessageQueueClosed: shutdown() was called; carries the reason given there.
         """
-        if tracing.active:
-            self._enqueue_traced(obj, timeout)
-        else:
-            self._put(obj, timeout, None, b"")
-
-    def _enqueue_traced(self, obj: Any, timeout: float | None) -> None:
-        with tracing.span("mq.enqueue", kind="producer") as span:
-            timing = _Timing()
-            self._put(obj, timeout, timing, span.context or tracing.pack_context())
-            span.set(
-                queue=self.handle.name,
-                slot=timing.slot,
-                bytes=timing.size,
-                overflow=bool(timing.kind & OVERFLOW),
-                wait_ns=timing.ready - timing.started,
-                copy_ns=timing.copied - timing.ready,
-                notify_ns=_now_ns() - timing.copied,
-            )
-
-    def _put(self, obj: Any, timeout: float | None, timing: _Timing | None, context: bytes) -> None:
+        if tracing.active and _timing is None:
+            return self._enqueue_traced(obj, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._enter(deadline)
+        if not self._acquire(False):
+            self._acquire_late(deadline)
+        ring = self.buffer
         try:
-            self._pickler.dump(obj)
-            self._pickler.clear_memo()
-            pieces = self._pieces
-            ring = self.buffer
-            mm = ring.mm
+            if self.shutting_down:
+                raise MessageQueueClosed(self.reason)
+            if type(obj) is bytes:
+                payload, kind = obj, RAW
+            else:
+                self._dump(obj)
+                self._clear_memo()
+                payload, kind = self._pieces.pop(), 0
+            if self._remote_writer is not None:
+                self._send_to_remote(payload, kind, deadline, _timing)
+                if ring is None:
+                    return
             index = self.current_idx
-            written, first, end, word, view, following = ring.slots[index]
-            if mm[written] and b"\x00" in mm[first:end]:
+            mm = ring.mm
+            written, first, end, word, data, view, following = ring.slots[index]
+            if mm[first:end] != ring.all_read and mm[written]:
                 self._wait_until_free(index, deadline)
-            if timing is not None:
-                timing.ready = _now_ns()
+            if _timing is not None:
+                _timing.ready = _now_ns()
             # Transition a of the ring: nobody but this process looks at the slot from here on.
             mm[written] = 0
-            if len(pieces) == 1 and not self._out_of_band and len(pieces[0]) <= ring.max_chunk_bytes:
-                size = len(pieces[0])
-                view[:size] = pieces[0]
-                message = size << 8
+            size = len(payload)
+            if size > ring.max_chunk_bytes or self._pieces or self._buffers:
+                self._pieces.append(payload)
+                message = self._place(kind, view, deadline)
             else:
-                message = self._place(view, deadline)
-            if context:
-                mm[word * 8 + 8 : word * 8 + 8 + CONTEXT_BYTES] = context
+                mm[data : data + size] = payload
+                message = size << 8 | kind
+            if _timing is not None and _timing.context:
+                mm[word * 8 + 8 : word * 8 + 8 + CONTEXT_BYTES] = _timing.context
                 message |= TRACED
             ring.words[word] = message
-            pieces.clear()
-            mm[first:end] = bytes(end - first)
+            mm[first:end] = ring.none_read
             # Transition b: the message before the flag that announces it.
             if WEAK_MEMORY_ORDER:
                 memory_fence()
             # No call between these lines: a signal handler that raises must not come in between.
             mm[written] = 1
             self.current_idx = following
-            if timing is not None:
-                timing.slot, timing.kind, timing.size, timing.copied = (
-                    index,
-                    message & 255,
-                    message >> 8,
-                    _now_ns(),
-                )
-            memory_fence()
-            if mm[ring.readers_wake.flag]:
-                ring.readers_wake.notify()
             if not following:
-                self._end_of_lap()
+                self._lap += 1
+                self._overflow_writer.on_lap(self._lap)  # type: ignore[union-attr]
+            if _timing is not None:
+                _timing.slot, _timing.message, _timing.copied = index, message, _now_ns()
         except BaseException:
             # What the pickler has half written or remembers must not get into the next message.
-            self._new_pickler()
+            if self._remote_reader is None and self.local_reader_rank < 0:
+                self._pickler.reset()
+                self._use_pickler(self._pickler)
             raise
         finally:
-            self._leave()
+            # Also the fence between the written flag and the look at the sleep flag, see memory_fence.
+            self._release()
+            if WEAK_MEMORY_ORDER:
+                memory_fence()
+            if self.shutting_down:
+                self._give_back()
+        try:
+            if mm[READERS_ASLEEP]:
+                ring.readers_wake.notify()
+        except ValueError:
+            pass  # closed by another thread in this moment, which wakes everybody
 
-    def _place(self, view: memoryview, deadline: float | None) -> int:
+    def _place(self, kind: int, view: memoryview, deadline: float | None) -> int:
         """Copy a message of several pieces to the slot, or to an overflow segment that the slot then names."""
-        pieces: list[Any] = list(self._pieces)
-        message = 0
-        if self._out_of_band:
-            # Table of lengths: the pickle, then each buffer.
-            buffers = [buffer.raw() for buffer in self._out_of_band]
-            self._out_of_band.clear()
-            lengths = [sum(map(len, pieces)), *map(len, buffers)]
-            pieces = [struct.pack(f"<{1 + len(lengths)}Q", len(lengths), *lengths), *pieces, *buffers]
-            message = OUT_OF_BAND
+        pieces, out_of_band = self._pickler.take()
         size = sum(map(len, pieces))
-        target = view
+        message = size << 8 | kind | out_of_band
         offset = 0
         if size > len(view):
             assert self._overflow_writer is not None
+            position = self._lap * self.buffer.max_chunks + self.current_idx
             block = self._overflow_writer.take(
-                size,
-                self._lap * self.buffer.max_chunks + self.current_idx,
-                lambda slot: self._wait_until_free(slot, deadline),
+                size, position, lambda slot: self._wait_until_free(slot, deadline)
             )
             record = block.record()
             view[: len(record)] = record
-            target, offset = block.view, LINE_BYTES
+            view, offset = block.view, LINE_BYTES
             message |= OVERFLOW
         for piece in pieces:
             end = offset + len(piece)
-            target[offset:end] = piece
+            view[offset:end] = piece
             offset = end
-        return message | size << 8
+        return message
 
-    def _end_of_lap(self) -> None:
-        self._lap += 1
-        assert self._overflow_writer is not None
-        self._overflow_writer.on_lap(self._lap * self.buffer.max_chunks)
+    def _send_to_remote(
+        self, payload: Any, kind: int, deadline: float | None, timing: _Timing | None
+    ) -> None:
+        raise NotImplementedError
+
+    def _enqueue_traced(self, obj: Any, timeout: float | None) -> None:
+        with tracing.span("mq.enqueue", kind="producer") as span:
+            timing = _Timing(span.context or tracing.pack_context())
+            self.enqueue(obj, timeout, timing)
+            span.set(
+                queue=self.handle.name,
+                slot=timing.slot,
+                bytes=timing.message >> 8,
+                overflow=bool(timing.message & OVERFLOW),
+                wait_ns=timing.ready - timing.started,
+                copy_ns=timing.copied - timing.ready,
+                notify_ns=_now_ns() - timing.copied,
+            )
 
     # Receiving
 
     def dequeue(
-        self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
+        self,
+        timeout: float | None = None,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+        _timing: _Timing | None = None,
     ) -> Any:
         """The next message.
 
@@ -369,100 +428,104 @@ class MessageQueue:
             MessageQueueClosed: shutdown() was called; carries the reason given there.
             MessageDecodeError: the message could not be unpickled. It is consumed.
         """
-        if tracing.active:
+        if tracing.active and _timing is None:
             return self._dequeue_traced(timeout, cancel, indefinite)
-        return self._get(timeout, cancel, indefinite, None)
-
-    def _dequeue_traced(self, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> Any:
-        span = tracing.start_span("mq.dequeue", kind="client")
-        timing = _Timing()
-        try:
-            obj = self._get(timeout, cancel, indefinite, timing)
-            waited = timing.ready - timing.started
-            span.set(
-                queue=self.handle.name,
-                slot=timing.slot,
-                bytes=timing.size,
-                overflow=bool(timing.kind & OVERFLOW),
-                spin_ns=waited - timing.slept_ns,
-                sleep_ns=timing.slept_ns,
-                unpickle_ns=timing.copied - timing.ready,
-            )
-            return obj
-        except BaseException as error:
-            span.record_exception(error)
-            raise
-        finally:
-            span.end()
-
-    def _get(
-        self,
-        timeout: float | None,
-        cancel: threading.Event | None,
-        indefinite: bool,
-        timing: _Timing | None,
-    ) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._enter(deadline)
+        if not self._acquire(False):
+            self._acquire_late(deadline)
+        ring = self.buffer
+        mm = None
         try:
-            ring = self.buffer
+            if self.shutting_down:
+                raise MessageQueueClosed(self.reason)
+            reader = self.local_reader_rank
+            if reader < 0:
+                return self._receive_from_remote(deadline, cancel, indefinite)
             mm = ring.mm
             index = self.current_idx
-            written, first, _, word, view, following = ring.slots[index]
-            mine = first + self.local_reader_rank
+            written, first, _, word, data, view, following = ring.slots[index]
+            mine = first + reader
             if mm[mine] or not mm[written]:
                 slept_ns = self._wait_until_written(index, deadline, cancel, indefinite)
-                if timing is not None:
-                    timing.slept_ns = slept_ns
-            if timing is not None:
-                timing.ready = _now_ns()
+                if _timing is not None:
+                    _timing.slept_ns = slept_ns
+            if _timing is not None:
+                _timing.ready = _now_ns()
             # Transition c: the flag before the message that it announces.
             if WEAK_MEMORY_ORDER:
                 memory_fence()
             message = ring.words[word]
             try:
-                if message & 255:
-                    obj = self._take(message, word, view, index)
-                else:
+                kind = message & 255
+                if not kind:
+                    obj = loads(view)
                     self.last_context = b""
-                    obj = _loads(view)
+                elif kind == RAW:
+                    obj = mm[data : data + (message >> 8)]
+                    self.last_context = b""
+                else:
+                    obj = self._take(message, word, view, index)
             except Exception as error:
-                if self.shutting_down:
-                    raise MessageQueueClosed(self.reason) from error
-                raise MessageDecodeError(f"{self.title}: {type(error).__name__}: {error}") from error
-            finally:
-                if WEAK_MEMORY_ORDER:
-                    memory_fence()
-                # No call between these lines: a signal handler that raises must not come in between.
+                # Consumed (invariant 3). A KeyboardInterrupt passes: then the message is still there next time.
                 mm[mine] = 1
                 self.current_idx = following
+                raise MessageDecodeError(f"{self.title}: {type(error).__name__}: {error}") from error
+            if WEAK_MEMORY_ORDER:
                 memory_fence()
-                if mm[ring.writer_wake.flag]:
-                    ring.writer_wake.notify()
-            if timing is not None:
-                timing.slot, timing.kind, timing.size, timing.copied = (
-                    index,
-                    message & 255,
-                    message >> 8,
-                    _now_ns(),
-                )
+            # No call between these lines: a signal handler that raises must not come in between.
+            mm[mine] = 1
+            self.current_idx = following
+            if _timing is not None:
+                _timing.slot, _timing.message, _timing.copied = index, message, _now_ns()
             return obj
         finally:
-            self._leave()
+            # Also the fence between the reader flag and the look at the sleep flag, see memory_fence.
+            self._release()
+            if WEAK_MEMORY_ORDER:
+                memory_fence()
+            try:
+                if mm is not None and mm[WRITER_ASLEEP]:
+                    ring.writer_wake.notify()
+            except ValueError:
+                pass  # closed by another thread in this moment, which wakes everybody
+            if self.shutting_down:
+                self._give_back()
 
     def _take(self, message: int, word: int, view: memoryview, index: int) -> Any:
-        """A message with a trace context, with out-of-band buffers, or in an overflow segment."""
+        """Whatever is not just a pickle in the slot."""
+        size = message >> 8
         self.last_context = b""
         if message & TRACED:
             self.last_context = self.buffer.mm[word * 8 + 8 : word * 8 + 8 + CONTEXT_BYTES]
         if not message & OVERFLOW:
-            return _decode(message & OUT_OF_BAND, view[: message >> 8])
+            return decode(message, view[:size])
         reader = self._overflow_reader
         assert reader is not None
         number, segment, one_off = reader.open(view)
-        obj = _decode(message & OUT_OF_BAND, segment[LINE_BYTES : LINE_BYTES + (message >> 8)])
-        reader.done(number, one_off, index)
-        return obj
+        try:
+            return decode(message, segment[LINE_BYTES : LINE_BYTES + size])
+        finally:
+            reader.done(number, one_off, index)
+
+    def _receive_from_remote(
+        self, deadline: float | None, cancel: threading.Event | None, indefinite: bool
+    ) -> Any:
+        raise NotImplementedError
+
+    def _dequeue_traced(self, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> Any:
+        timing = _Timing()
+        with tracing.span("mq.dequeue", kind="client") as span:
+            obj = self.dequeue(timeout, cancel, indefinite, timing)
+            span.set(
+                queue=self.handle.name,
+                slot=timing.slot,
+                bytes=timing.message >> 8,
+                overflow=bool(timing.message & OVERFLOW),
+                spin_ns=timing.ready - timing.started - timing.slept_ns,
+                sleep_ns=timing.slept_ns,
+                unpickle_ns=timing.copied - timing.ready,
+            )
+            return obj
 
     # Waiting
 
@@ -471,7 +534,7 @@ class MessageQueue:
         ring.writer_wake.wait(
             lambda: ring.is_free(index),
             deadline,
-            Patience(self, deadline, lambda: self._late_readers(index)),
+            lambda: self._patience(deadline, lambda: self._late_readers(index)),
             ring.sleeping_offset + ring.n_reader,
         )
 
@@ -483,50 +546,56 @@ class MessageQueue:
         mm = ring.mm
         written, first = ring.slots[index][:2]
         mine = first + self.local_reader_rank
-        ring.readers_wake.wait(
+        return ring.readers_wake.wait(
             lambda: not mm[mine] and mm[written] == 1,
             deadline,
-            Patience(self, deadline, lambda: self._late_writer(index), cancel, warn=not indefinite),
+            lambda: self._patience(deadline, self._late_writer, cancel, warn=not indefinite),
             ring.sleeping_offset + self.local_reader_rank,
             idle=indefinite and cancel is None,
         )
-        return ring.readers_wake.slept_ns
 
-    def _rank(self, reader: int) -> str:
-        pid = self.buffer.reader_pid(reader)
-        return f"rank {self.handle.local_reader_ranks[reader]} (pid {pid}, {process_state(pid)})"
+    def _patience(
+        self,
+        deadline: float | None,
+        describe: Callable[[], str],
+        cancel: threading.Event | None = None,
+        warn: bool = True,
+    ) -> Patience:
+        return Patience(self, deadline, describe, cancel, warn)
+
+    def _acquire_late(self, deadline: float | None) -> None:
+        """Another thread of this process is inside: wait for it like for a peer."""
+        patience = self._patience(deadline, lambda: f"{self.title}: another thread of this process is inside")
+        while not self._acquire(timeout=0.05):
+            patience()
 
     def _late_readers(self, index: int) -> str:
-        late = ", ".join(map(self._rank, self.buffer.late_readers(index)))
+        ring = self.buffer
+        late = ", ".join(
+            f"rank {self.handle.local_reader_ranks[reader]} (pid {pid}, {process_state(pid)})"
+            for reader in ring.late_readers(index)
+            for pid in [ring.reader_pid(reader)]
+        )
         return f"{self.title}: the writer waits for reader {late} to read slot {index}"
 
-    def _late_writer(self, index: int) -> str:
+    def _late_writer(self) -> str:
+        if self._remote_reader is not None:
+            return f"{self.title}: remote reader rank {self._remote_reader.rank} waits for the writer"
         rank = self.handle.local_reader_ranks[self.local_reader_rank]
         pid = self.buffer.writer_pid()
-        return f"{self.title}: reader rank {rank} waits for the writer (pid {pid}, {process_state(pid)}) to write slot {index}"
+        what = f"to write slot {self.current_idx}" if self.buffer.ready else "to see all readers"
+        return (
+            f"{self.title}: reader rank {rank} waits for the writer (pid {pid}, {process_state(pid)}) {what}"
+        )
 
     def _missing_readers(self) -> str:
         ring = self.buffer
-        ranks = [rank for i, rank in enumerate(self.handle.local_reader_ranks) if not ring.attached(i)]
-        return f"{self.title}: waiting for reader rank {', '.join(map(str, ranks))} to attach"
+        missing = [
+            f"rank {rank}" for i, rank in enumerate(self.handle.local_reader_ranks) if not ring.attached(i)
+        ]
+        return f"{self.title}: waiting for reader {', '.join(missing)} to attach"
 
     # The end
-
-    def _enter(self, deadline: float | None) -> None:
-        if not self._lock.acquire(False):
-            patience = Patience(
-                self, deadline, lambda: f"{self.title}: another thread of this process is inside"
-            )
-            while not self._lock.acquire(timeout=0.05):
-                patience()
-        if self.shutting_down:
-            self._leave()
-            raise MessageQueueClosed(self.reason)
-
-    def _leave(self) -> None:
-        self._lock.release()
-        if self.shutting_down:
-            self._give_back()
 
     def shutdown(self, reason: str | None = None) -> None:
         """Close this end: blocked calls in this process raise MessageQueueClosed(reason), memory is given back.
@@ -539,40 +608,29 @@ class MessageQueue:
             self.shutting_down = True
             if self._lock.locked() and not self._released:
                 try:
-                    self.buffer.readers_wake.notify()
-                    self.buffer.writer_wake.notify()
+                    if self.buffer is not None:
+                        self.buffer.readers_wake.notify()
+                        self.buffer.writer_wake.notify()
                 except ValueError:
                     pass  # the last one inside has left, and closed the memory, in this moment
         self._give_back()
 
     def _give_back(self) -> None:
         """Unmap, unless somebody is inside: then they do it when they leave (invariant 6)."""
-        if self._lock.acquire(False):
+        if self._acquire(False):
             try:
                 if not self._released:
                     self._released = True
-                    if self._overflow_writer is not None:
-                        self._overflow_writer.close()
-                    if self._overflow_reader is not None:
-                        self._overflow_reader.close()
-                    self.buffer.close()
+                    for part in (self._overflow_writer, self._overflow_reader, self.buffer):
+                        if part is not None:
+                            part.close()
             finally:
-                self._lock.release()
+                self._release()
 
     def snapshot(self) -> list[SlotState]:
         """The flags of every slot, for whoever wants to look on."""
         return self.buffer.snapshot()
 
 
-def _decode(out_of_band: int, view: memoryview) -> Any:
-    with view:
-        if not out_of_band:
-            return _loads(view)
-        (count,) = struct.unpack_from("<Q", view)
-        lengths = struct.unpack_from(f"<{count}Q", view, 8)
-        offset = 8 + 8 * count
-        parts = []
-        for length in lengths:
-            parts.append(bytearray(view[offset : offset + length]))
-            offset += length
-        return _loads(parts[0], buffers=parts[1:])
+def _only_the_writer_can_enqueue(obj: Any) -> None:
+    raise RuntimeError("only the writer of a message queue can enqueue")

@@ -11,18 +11,15 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from minivllm.distributed.mq_codec import OVERFLOW
 from minivllm.distributed.shm_segment import SharedSegment
-from minivllm.distributed.wakeup import SpinCondition
+from minivllm.distributed.wakeup import FLAG_OFFSET, SpinCondition
 from minivllm.exceptions import ConfigError
 
 LINE_BYTES: Final = 64
 MIN_CHUNK_BYTES: Final = 256
 CONTEXT_BYTES: Final = 25
 
-# Bits of the low byte of a slot's message word; the length stands above it.
-OVERFLOW: Final = 1  # the slot holds the address of an overflow segment, the message is there
-OUT_OF_BAND: Final = 2  # a table of buffer lengths comes first
-TRACED: Final = 4  # the metadata line carries the trace context of the enqueue
 
 _MAGIC: Final = 0x6D696E69_564C4C4D
 _IDENTITY: Final = struct.Struct("<QII")  # magic, creator's pid, creator's descriptor of the segment
@@ -31,6 +28,8 @@ _RETIRED: Final = 24
 _READERS_WAKE: Final = 64
 _WRITER_WAKE: Final = 128
 _PER_READER: Final = 192
+READERS_ASLEEP: Final = _READERS_WAKE + FLAG_OFFSET
+WRITER_ASLEEP: Final = _WRITER_WAKE + FLAG_OFFSET
 
 # Values of a reader's "attached" byte.
 ATTACHED: Final = 1
@@ -86,6 +85,7 @@ class ShmRingBuffer:
     """
 
     __slots__ = (
+        "all_read",
         "attached_offset",
         "data_offset",
         "max_chunk_bytes",
@@ -94,6 +94,7 @@ class ShmRingBuffer:
         "metadata_offset",
         "mm",
         "n_reader",
+        "none_read",
         "readers_wake",
         "segment",
         "sleeping_offset",
@@ -118,6 +119,8 @@ class ShmRingBuffer:
                 "(MINIVLLM_MQ_MAX_CHUNKS, MINIVLLM_MQ_MAX_CHUNK_BYTES)"
             )
         self.n_reader = n_reader
+        self.all_read = b"\x01" * n_reader
+        self.none_read = b"\x00" * n_reader
         self.max_chunk_bytes = max_chunk_bytes
         self.max_chunks = max_chunks
         self.attached_offset = _PER_READER
@@ -138,14 +141,14 @@ class ShmRingBuffer:
             _IDENTITY.pack_into(mm, 0, _MAGIC, os.getpid(), self.segment.fd)
             for index in range(max_chunks):
                 flags = self.metadata_offset + index * self.metadata_line_bytes + 1
-                mm[flags : flags + n_reader] = b"\x01" * n_reader
+                mm[flags : flags + n_reader] = self.all_read
         elif _IDENTITY.unpack_from(mm, 0)[0] != _MAGIC:
             self.segment.close()
             raise FileNotFoundError(f"shared memory {name} is not a message queue")
         self.view = memoryview(mm)
         self.words = self.view[: size - size % 8].cast("Q")
-        # Per slot: written flag, first reader flag, end of the reader flags, index of the message word, the slot's
-        # memory, next slot.
+        # Per slot: written flag, first reader flag, end of the reader flags, index of the message word, the slot's first
+        # byte, its memory, next slot.
         self.slots = []
         for index in range(max_chunks):
             line = self.metadata_offset + index * self.metadata_line_bytes
@@ -156,6 +159,7 @@ class ShmRingBuffer:
                     line + 1,
                     line + 1 + n_reader,
                     (line + word) // 8,
+                    data,
                     self.view[data : data + max_chunk_bytes],
                     (index + 1) % max_chunks,
                 )
@@ -223,7 +227,7 @@ class ShmRingBuffer:
     def is_free(self, index: int) -> bool:
         """States 1 and 4: the writer may take the slot."""
         written, first, end = self.slots[index][:3]
-        return not self.mm[written] or b"\x00" not in self.mm[first:end]
+        return self.mm[first:end] == self.all_read or not self.mm[written]
 
     def late_readers(self, index: int) -> list[int]:
         """Readers that have not read a written slot."""
@@ -234,7 +238,7 @@ class ShmRingBuffer:
 
     def snapshot(self) -> list[SlotState]:
         states = []
-        for index, (written, first, end, word, _, _) in enumerate(self.slots):
+        for index, (written, first, end, word, _, _, _) in enumerate(self.slots):
             is_written, flags, message = bool(self.mm[written]), self.mm[first:end], self.words[word]
             if not is_written or b"\x00" not in flags:
                 state = "free"
@@ -250,7 +254,7 @@ class ShmRingBuffer:
     def close(self) -> None:
         """Give the memory back. No other thread may be inside a method of this object."""
         for slot in self.slots:
-            slot[4].release()
+            slot[5].release()
         self.words.release()
         self.view.release()
         self.segment.close()

@@ -21,7 +21,7 @@ _FUTEX_WAIT: Final = 0  # the shared variants: the word is found by its page, no
 _FUTEX_WAKE: Final = 1
 _HAS_FUTEX: Final = sys.platform == "linux" and _SYS_FUTEX is not None and sys.maxsize > 2**32
 _POLL_S: Final = 0.0005  # length of a nap where there is no futex
-_CHECKS_PER_YIELD: Final = 25
+FLAG_OFFSET: Final = 4  # of the flag "somebody sleeps", from the wake word
 
 # Stores become visible in program order on x86 (total store order) and loads are done in program order; elsewhere a
 # fence has to stand between a message and the flag that announces it.
@@ -100,14 +100,14 @@ class SpinCondition:
     RECHECK_S: Final = 0.05
     IDLE_RECHECK_S: Final = 0.25
 
-    __slots__ = ("_address", "_mm", "_word", "flag", "slept_ns", "spin_s")
+    __slots__ = ("_address", "_checks", "_mm", "_word", "flag", "spin_s")
 
     def __init__(self, mm: mmap.mmap, offset: int, spin_s: float) -> None:
         self._mm = mm
         self._word = offset
-        self.flag = offset + 4
+        self.flag = offset + FLAG_OFFSET
         self.spin_s = spin_s
-        self.slept_ns = 0
+        self._checks = _ALONE
         # An address instead of a pointer object: the latter would keep the mapping from being closed.
         anchor = ctypes.c_char.from_buffer(mm, offset)
         self._address = ctypes.addressof(anchor)
@@ -117,30 +117,37 @@ class SpinCondition:
         self,
         ready: Callable[[], bool],
         deadline: float | None,
-        patience: Callable[[], None],
+        patience: Callable[[], Callable[[], None]],
         sleeping: int,
         idle: bool = False,
-    ) -> None:
-        """Return when `ready()` is true.
+    ) -> int:
+        """Return when `ready()` is true; the result is the time slept, in nanoseconds.
 
         Args:
-            deadline: time.monotonic() after which sleeping is useless; `patience` is called then.
-            patience: called before each sleep; ends the wait by raising (deadline passed, queue closed, peer dead).
+            deadline: time.monotonic() after which there is no point in polling or sleeping.
+            patience: asked for, when it comes to sleeping, a function that is called before each sleep and ends the
+                wait by raising (deadline passed, queue closed, peer dead).
             sleeping: offset of this waiter's own "I sleep" byte, for those who look at the ring from outside.
             idle: waiting for work that need not come: look again less and less often.
         """
-        self.slept_ns = 0
-        spin_s = self.spin_s
-        if spin_s > 0 and (deadline is None or deadline > 0):
-            limit = time.monotonic() + spin_s
-            while True:
-                for _ in _CHECKS:
-                    if ready():
-                        return
-                _sched_yield()
-                if time.monotonic() >= limit:
-                    break
-        self._sleep(ready, deadline, patience, sleeping, idle)
+        # A first look before anything is set up: in a quick exchange the answer is on its way already.
+        for _ in self._checks:
+            if ready():
+                return 0
+        now = time.monotonic()
+        limit = now + self.spin_s
+        if deadline is not None and deadline < limit:
+            limit = deadline
+        while now < limit:
+            _sched_yield()
+            before, now = now, time.monotonic()
+            # A yield that took long ran somebody else: with more processes than cores, polling is what keeps the peer
+            # from answering.
+            self._checks = checks = _CROWDED if now - before > _CROWDED_S else _ALONE
+            for _ in checks:
+                if ready():
+                    return 0
+        return self._sleep(ready, deadline, patience(), sleeping, idle)
 
     def _sleep(
         self,
@@ -149,7 +156,7 @@ class SpinCondition:
         patience: Callable[[], None],
         sleeping: int,
         idle: bool,
-    ) -> None:
+    ) -> int:
         mm = self._mm
         started = time.perf_counter_ns()
         pause = self.RECHECK_S
@@ -160,7 +167,7 @@ class SpinCondition:
                 mm[sleeping] = 1
                 memory_fence()
                 if ready():
-                    return
+                    return time.perf_counter_ns() - started
                 patience()
                 nap = pause if deadline is None else max(0.0, min(pause, deadline - time.monotonic()))
                 futex_wait(self._address, word, nap)
@@ -168,7 +175,6 @@ class SpinCondition:
                     pause = min(pause * 1.5, self.IDLE_RECHECK_S)
         finally:
             mm[sleeping] = 0
-            self.slept_ns = time.perf_counter_ns() - started
 
     def notify(self) -> None:
         """Wake all sleepers. The hot path looks at the flag itself and calls this only when it is up."""
@@ -180,5 +186,7 @@ class SpinCondition:
         futex_wake(self._address)
 
 
-_CHECKS: Final = (None,) * _CHECKS_PER_YIELD
+_ALONE: Final = (None,) * 40
+_CROWDED: Final = (None,) * 3
+_CROWDED_S: Final = 5e-6
 _sched_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))

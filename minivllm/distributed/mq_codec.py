@@ -1,0 +1,83 @@
+"""Between an object and the bytes in a slot: pickle protocol 5, with large buffers beside the pickle and not in it.
+
+vLLM 0.25.1: vllm/distributed/device_communicators/shm_broadcast.py (MessageQueue.enqueue, MessageQueue.dequeue)
+Articles: part 2 §2.5.2
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+# Bits of the low byte of a slot's message word; the length in bytes stands above them. 0 is a pickle.
+OVERFLOW: Final = 1  # the slot holds the address of an overflow segment, the message is there
+OUT_OF_BAND: Final = 2  # a table of lengths comes first: the pickle's, then each buffer's
+TRACED: Final = 4  # the metadata line carries the trace context of the enqueue
+RAW: Final = 8  # a bytes object as it is
+
+loads = pickle.loads
+
+
+class _Pieces(list[Any]):
+    """A file for the pickler: what it writes is kept as it comes, and large bytes objects come uncopied."""
+
+    __slots__ = ()
+    write = list.append
+
+
+class MessagePickler:
+    """A pickler that is used again and again (making one costs more than pickling a small message).
+
+    After `dump(obj)` and `clear_memo()` the pickle lies in `pieces` and its out-of-band buffers in `buffers`, neither
+    copied yet: they must be copied, and the lists emptied, before the caller gets his objects back.
+    """
+
+    __slots__ = ("buffers", "clear_memo", "dump", "pieces")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """After a failure: forget what was half written, and the objects that the memo holds."""
+        self.pieces: list[Any] = _Pieces()
+        self.buffers: list[pickle.PickleBuffer] = []
+        pickler = pickle.Pickler(self.pieces, pickle.HIGHEST_PROTOCOL, buffer_callback=self.buffers.append)
+        self.dump: Callable[[Any], None] = pickler.dump
+        self.clear_memo: Callable[[], None] = pickler.clear_memo
+
+    def take(self) -> tuple[list[Any], int]:
+        """All that has to be copied for one message, in order, and OUT_OF_BAND or 0; empties both lists."""
+        pieces = list(self.pieces)
+        self.pieces.clear()
+        if not self.buffers:
+            return pieces, 0
+        raw = [buffer.raw() for buffer in self.buffers]
+        self.buffers.clear()
+        return [_table([sum(map(len, pieces)), *map(len, raw)]), *pieces, *raw], OUT_OF_BAND
+
+
+def _table(lengths: Sequence[int]) -> bytes:
+    return struct.pack(f"<{1 + len(lengths)}Q", len(lengths), *lengths)
+
+
+def decode(kind: int, view: memoryview) -> Any:
+    """The object in `view`, which must be exactly the message. Copies all it needs; the view is released.
+
+    Deviation from vLLM: out-of-band buffers are copied; there an array is a view of a slot that will be written again.
+    """
+    with view:
+        if kind & RAW:
+            return bytes(view)
+        if not kind & OUT_OF_BAND:
+            return loads(view)
+        (count,) = struct.unpack_from("<Q", view)
+        lengths = struct.unpack_from(f"<{count}Q", view, 8)
+        start = 8 * (1 + count)
+        parts = []
+        for length in lengths:
+            # bytearray, not bytes: an array that could be written on the other side can be written on this one.
+            parts.append(bytearray(view[start : start + length]))
+            start += length
+        return loads(parts[0], buffers=parts[1:])
