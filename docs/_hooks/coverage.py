@@ -15,7 +15,7 @@ SECTIONS: dict[str, str] = {
     "part 1 §1": "Core classes and the process tree",
     "part 1 §2": "MultiprocExecutor._init_executor",
     "part 1 §3": "WorkerProc.make_worker_process",
-    "part 1 §4": "WorkerProc.__init__ and worker_cls",
+    "part 1 §4": "`WorkerProc.__init__` and worker_cls",
     "part 1 §5": "Worker.init_device",
     "part 1 §6": "Which runner: use_v2_model_runner",
     "part 1 §7": "Why Model Runner V2",

@@ -32,6 +32,11 @@ def _code(text: str) -> str:
     return f"`{text}`" if text else "–"
 
 
+def _name(text: str) -> str:
+    """A dotted name or path in code that may break after each part of it."""
+    return "<code>" + re.sub(r"([./_ ])(?=\w)", r"\1<wbr>", text) + "</code>" if text else "–"
+
+
 def api_page(module: str) -> str:
     return f"reference/api/{module}.md"
 
@@ -102,7 +107,7 @@ def environment_page() -> str:
         "|---|---|---|---|",
     ]
     for name, variable in envs.environment_variables.items():
-        readers = ", ".join(_code(path.removeprefix("minivllm/")) for path in source.uses_of(name)) or "–"
+        readers = ", ".join(_name(path.removeprefix("minivllm/")) for path in source.uses_of(name)) or "–"
         lines.append(f"| `{name}` | {_code(variable.default)} | {_cell(variable.help)} | {readers} |")
     return "\n".join(lines) + "\n"
 
@@ -169,12 +174,12 @@ def spans_page() -> str:
                 "|---|---|---|",
             ]
         where = f"{', '.join(spec.process)}, per {spec.per}".replace("_", " ")
-        what = f"{_cell(spec.what)}<br>{_code(spec.method.removeprefix('minivllm.'))}"
+        what = f"{_cell(spec.what)}<br>{_name(spec.method.removeprefix('minivllm.'))}"
         if spec.when:
             what += f"<br>*When: {_cell(spec.when)}*"
         elsewhere = [
             "; ".join(spec.articles),
-            _code(spec.vllm.removeprefix("vllm/")) if spec.vllm else "nothing of the kind",
+            _name(spec.vllm.removeprefix("vllm/")) if spec.vllm else "nothing of the kind",
         ]
         if spec.vllm_span:
             elsewhere.append(f'vLLM\'s span "{_cell(spec.vllm_span)}"')
