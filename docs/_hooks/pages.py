@@ -34,7 +34,9 @@ def _code(text: str) -> str:
 
 def _name(text: str) -> str:
     """A dotted name or path in code that may break after each part of it."""
-    return "<code>" + re.sub(r"([./_ ])(?=\w)", r"\1<wbr>", text) + "</code>" if text else "–"
+    # An entity for the underscore, which would be emphasis otherwise.
+    broken = re.sub(r"([./_ ])(?=\w)", r"\1<wbr>", text).replace("_", "&#95;")
+    return f"<code>{broken}</code>" if text else "–"
 
 
 def api_page(module: str) -> str:
@@ -97,18 +99,19 @@ def environment_page() -> str:
     from minivllm import envs
 
     lines = [
+        "---\nhide: [toc]\n---",
+        "",
         "# Environment variables",
         "",
         "All variables that minivllm reads, from the table in `minivllm/envs.py`. Times are in seconds and sizes in bytes unless the",
         "text says otherwise. `minivllm doctor` prints the values in force. In workers and in the engine they are frozen once",
         "initialisation is over, so a change takes effect at the next start.",
         "",
-        "| variable | default | what it does | read in |",
-        "|---|---|---|---|",
+        "| variable | default | what it does |",
+        "|---|---|---|",
     ]
     for name, variable in envs.environment_variables.items():
-        readers = ", ".join(_name(path.removeprefix("minivllm/")) for path in source.uses_of(name)) or "–"
-        lines.append(f"| `{name}` | {_code(variable.default)} | {_cell(variable.help)} | {readers} |")
+        lines.append(f"| `{name}` | {_code(variable.default)} | {_cell(variable.help)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -127,13 +127,3 @@ def deviations() -> list[Deviation]:
                     )
                     found.append(Deviation(relative, line, _enclosing(tree, line), " ".join(part.split())))
     return sorted(found, key=lambda deviation: (deviation.path, deviation.line))
-
-
-def uses_of(variable: str) -> list[str]:
-    """Files that read an environment variable through minivllm.envs."""
-    pattern = re.compile(rf"\b{variable}\b")
-    return [
-        path.relative_to(ROOT).as_posix()
-        for path in source_files()
-        if path.name != "envs.py" and pattern.search(path.read_text(encoding="utf-8"))
-    ]
