@@ -16,7 +16,7 @@ from minivllm.tracing.spec import WORKER
 
 
 def spans_of(record: ProcessRecord) -> list[Span]:
-    """All spans of one process. Those that its files do not end have end_ns 0 and unfinished set.
+    """All spans of one process. Those that its files do not end have end_ns 0.
 
     The file of finished spans says most. What it lacks comes from the journal (with attributes), and from the
     table, which also knows when a span ended that a kill kept from the file.
@@ -39,7 +39,6 @@ def spans_of(record: ProcessRecord) -> list[Span]:
 
 
 def _incomplete(span: Span, end_ns: int) -> Span:
-    span.unfinished = not end_ns
     if end_ns:
         span.finish(end_ns, "", recovered=True)
     return span
@@ -65,14 +64,12 @@ def finish_open_spans(spans: list[Span]) -> None:
 
     The parent knows best when and how a worker ended; without it the last moment known of the process counts.
     """
-    deaths = [span for span in spans if span.name == "worker.process" and not span.unfinished]
-    # The parents' own open spans come first, as the order of spans_of() may have it otherwise.
+    deaths = [span for span in spans if span.name == "worker.process" and span.end_ns]
     for span in spans:
-        if not span.unfinished:
+        if span.end_ns:
             continue
         process = span.process
         if process.alive:
-            span.unfinished = False
             span.finish(process.end_ns, "", open=True)
             continue
         death = next((death for death in deaths if _is_about(death, process)), None)

@@ -137,7 +137,6 @@ class Span:
     Attributes:
         span_id, parent_span_id, trace_id: lower-case hex; the parent's id is "" for a root.
         start_ns, end_ns: nanoseconds since the epoch.
-        unfinished: the process ended within this step; end_ns is then the last moment known.
         recovered: the process was killed before the span reached the file; it has no attributes.
     """
 
@@ -152,7 +151,6 @@ class Span:
         "span_id",
         "start_ns",
         "trace_id",
-        "unfinished",
     )
 
     def __init__(self, raw: RawSpan, process: Process, recovered: bool = False) -> None:
@@ -164,7 +162,6 @@ class Span:
         self.parent_span_id = raw.parentSpanId
         self.start_ns = int(raw.startTimeUnixNano)
         self.end_ns = int(raw.endTimeUnixNano)
-        self.unfinished = False
         self.recovered = recovered
         self._attributes: dict[str, Any] | None = None
 
@@ -202,6 +199,11 @@ class Span:
     @property
     def links(self) -> list[Link]:
         return [Link(raw.traceId, raw.spanId) for raw in _links_decoder.decode(self.raw.links)]
+
+    @property
+    def unfinished(self) -> bool:
+        """The process ended within this step; end_ns is the last moment known of it."""
+        return self.is_error and bool(self.get("unfinished"))
 
     @property
     def is_error(self) -> bool:

@@ -17,8 +17,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from multiprocessing import util as _mp_util
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 from minivllm import envs
 from minivllm.exceptions import ConfigError
@@ -27,6 +29,7 @@ from minivllm.tracing import span as _span
 from minivllm.tracing.board import BOARD_BYTES, read_board
 from minivllm.tracing.failpoints import FailpointError
 from minivllm.tracing.files import TraceFiles
+from minivllm.tracing.place import find_site
 from minivllm.tracing.process import ROLES, clock, identity, renew_identity
 from minivllm.tracing.recorder import recorder
 from minivllm.tracing.span import (
@@ -42,6 +45,11 @@ from minivllm.tracing.span import (
 )
 from minivllm.tracing.spec import LEVEL_NAMES, LIFECYCLE, MESSAGE, OFF, RPC, SpanSpec
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from minivllm.tracing.export import LiveExport
+
 __all__ = [
     "BOARD_BYTES",
     "LIFECYCLE",
@@ -52,6 +60,7 @@ __all__ = [
     "Span",
     "SpanSpec",
     "active",
+    "add_exporter",
     "attach_board",
     "catalogue",
     "child_environment",
@@ -78,6 +87,7 @@ level = OFF
 active = False
 _failpoints: dict[str, list[failpoints.Failpoint]] = {}
 _started_ns = 0
+_exports: list[LiveExport] = []
 
 
 def _apply(new_level: int) -> None:
@@ -119,25 +129,43 @@ def configure(
     with recorder.lock:
         recorder.drain()
         identity.role, identity.rank, identity.label = role, rank, label
+        identity.service_name_override = None
         clock.adopt(variables.get("MINIVLLM_TRACE_ANCHOR", ""))
         started = variables.get("MINIVLLM_TRACE_START", "")
         _started_ns = int(started) if started.isdigit() else 0
         _span._settings.parent = context.parse_traceparent(variables.get("TRACEPARENT", "")) or (
             _span._settings.parent
         )
-        if recorder.files is not None:
-            recorder.files.close()
-            recorder.files = None
-        if new_level and trace_dir:
-            try:
-                recorder.files = TraceFiles(trace_dir)
-            except OSError as error:
-                raise ConfigError(f"cannot write traces to {trace_dir}: {error}") from None
-        elif new_level and role == "client" and not recorder.sinks:
+        _open_files(trace_dir if new_level else None)
+        if new_level and not _exports and any(name.startswith("OTEL_") for name in os.environ):
+            from minivllm.tracing.export import exports_from_environment
+
+            for export in exports_from_environment():
+                _add_export(export)
+        if new_level and not trace_dir and role == "client" and not _exports:
             logger.warning("tracing is on, but MINIVLLM_TRACE_DIR is not set: no trace files are written")
         _apply(new_level)
-    # A forked child of multiprocessing leaves through os._exit: atexit does not run there, this does.
-    _mp_util.Finalize(None, shutdown, exitpriority=0)
+    if parent_process() is not None:
+        # A forked child of multiprocessing leaves through os._exit: atexit does not run there, this does.
+        _mp_util.Finalize(None, shutdown, exitpriority=0)
+
+
+def _open_files(trace_dir: str | None) -> None:
+    """Write to this directory from now on; None: to none. The caller holds the recorder's lock."""
+    files = recorder.files
+    if files is not None and files.belongs_to(trace_dir):
+        files.write_resource()
+        return
+    if files is not None:
+        for item in recorder.open.values():
+            item.slot = 0  # its place is in a table that is given up
+        recorder.files = None
+        files.close()
+    if trace_dir is not None:
+        try:
+            recorder.files = TraceFiles(trace_dir)
+        except OSError as error:
+            raise ConfigError(f"cannot write traces to {trace_dir}: {error}") from None
 
 
 def _parse_level(level: int | str | None, variable: str | None, trace_dir: str | None) -> int:
@@ -148,6 +176,18 @@ def _parse_level(level: int | str | None, variable: str | None, trace_dir: str |
     if level not in LEVEL_NAMES:
         raise ConfigError(f"trace level {level!r} is not one of {', '.join(LEVEL_NAMES)}")
     return LEVEL_NAMES.index(level)
+
+
+def _add_export(export: LiveExport) -> None:
+    _exports.append(export)
+    recorder.sinks.append(export)
+
+
+def add_exporter(exporter: SpanExporter) -> None:
+    """Hand the spans of this process to an exporter made for the OpenTelemetry SDK, in the background, until shutdown()."""
+    from minivllm.tracing.export import LiveExport, through_exporter
+
+    _add_export(LiveExport(through_exporter(exporter), type(exporter).__name__))
 
 
 def set_label(label: str) -> None:
@@ -172,7 +212,7 @@ def record_bootstrap(name: str) -> None:
     """
     entry = _span.enabled(name)
     if entry is not None:
-        site = _span.find_site(sys._getframe(1))
+        site = find_site(sys._getframe(1))
         _span.start_at(entry, site, _started_ns or monotonic_ns(), None, (), "", {}).end()
 
 
@@ -207,14 +247,18 @@ def shutdown() -> None:
         _apply(OFF)
     recorder.stop()
     with recorder.lock:
-        if recorder.files is not None:
-            recorder.files.close()
-            recorder.files = None
+        _open_files(None)
+    for export in _exports:
+        export.close()
+    _exports.clear()
+    recorder.sinks.clear()
 
 
 def _after_fork_in_child() -> None:
     renew_identity()
     _span.forget()
+    _exports.clear()
+    recorder.sinks.clear()
     _apply(level)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,21 +29,38 @@ VERSION = "0.1.0"
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
+def _lock(fd: int) -> None:
+    """Lock, waiting a little for a reader that is just testing; a trace without the lock is still a trace."""
+    for _ in range(20):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            time.sleep(0.002)
+
+
 class TraceFiles:
     """Writes what it is given at once; a full disk or a removed directory costs the trace, never the run."""
 
     def __init__(self, directory: str) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.owner = (identity.role, identity.pid)
         stem = f"{identity.role}-{identity.pid}"
         self._spans_fd = os.open(self.directory / f"{stem}.jsonl", _APPEND, 0o644)
         self._journal_fd = os.open(self.directory / f"{stem}.journal.jsonl", _APPEND, 0o644)
         # Held until the process is gone: the reader tells a span still open from one that will never end by it.
-        fcntl.flock(self._journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(self._journal_fd)
         self.table = OpenTable(self.directory / f"{stem}.open", identity.pid, clock.offset_ns)
         self._failed = False
         self._resource = ""
         self.write_resource()
+
+    def belongs_to(self, directory: str | None) -> bool:
+        """Whether a process of this role would write to these files, too."""
+        if directory is None:
+            return False
+        return self.directory == Path(directory).absolute() and self.owner == (identity.role, identity.pid)
 
     def write_resource(self) -> None:
         """Say who this process is, again whenever its label or name has changed."""

@@ -12,62 +12,25 @@ from __future__ import annotations
 import functools
 import inspect
 import mmap
-import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from time import monotonic_ns
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-import minivllm
-from minivllm.tracing import context, encode, failpoints
+from minivllm.tracing import context, failpoints
 from minivllm.tracing.board import Board
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
 from minivllm.tracing.open_table import END, END_OFFSET, SLOT
+from minivllm.tracing.place import NOWHERE, Site, ThreadLocal, ThreadState, find_site, make_site
 from minivllm.tracing.recorder import recorder
 from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 STATUS_UNSET, STATUS_OK, STATUS_ERROR = 0, 1, 2
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(minivllm.__file__))) + os.sep
-
-
-class Site(msgspec.Struct, frozen=True, eq=False):
-    """A place in the source that emits spans; `json` holds its attributes ready for the file."""
-
-    function: str
-    path: str
-    line: int
-    json: str
-
-
-NOWHERE = Site("?", "?", 0, '{"key":"code.function.name","value":{"stringValue":"?"}}')
-
-
-class ThreadState:
-    """What the hot path needs to know about its thread. `current` is the innermost open span of a `with`."""
-
-    __slots__ = ("current", "json", "main", "name", "native_id")
-
-    def __init__(self) -> None:
-        thread = threading.current_thread()
-        self.current: Span | None = None
-        self.name = thread.name
-        self.native_id = threading.get_native_id()
-        self.main = thread is threading.main_thread()
-        self.json = (
-            f'{{"key":"thread.id","value":{{"intValue":"{self.native_id}"}}}},'
-            f'{{"key":"thread.name","value":{{"stringValue":{encode.quote(self.name)}}}}},'
-        )
-
-
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.thread = ThreadState()
 
 
 class _Settings:
@@ -78,7 +41,7 @@ class _Settings:
     roots: list[Span] = []  # noqa: RUF012 - open spans that adopt spans of threads without one
 
 
-_local = _Local()
+_local = ThreadLocal()
 _settings = _Settings()
 _level = OFF
 _enabled: dict[str, SpanSpec] = {}
@@ -88,7 +51,6 @@ _failpoints: dict[str, list[failpoints.Failpoint]] = {}
 _board: Board | None = None
 _board_thread: ThreadState | None = None
 _sites: list[Site | None] = [None] * (len(BY_INDEX) + 1)
-_site_cache: dict[tuple[CodeType, int], Site] = {}
 _append = recorder.finished.append
 _open = recorder.open
 _table_memory: mmap.mmap | bytearray = bytearray()
@@ -472,7 +434,7 @@ def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         code = inspect.unwrap(function).__code__
-        site = _make_site(code, code.co_firstlineno, function.__module__, function.__qualname__)
+        site = make_site(code, code.co_firstlineno, function.__module__, function.__qualname__)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -546,32 +508,6 @@ def save_before_death() -> None:
         if recorder.files is not None:
             for item in list(_open.values()):
                 recorder.files.journal(item)
-
-
-def _make_site(code: CodeType, line: int, module: str, qualname: str) -> Site:
-    path = code.co_filename
-    # Never a path of this machine: what is not ours is named by its file alone.
-    path = path[len(_PACKAGE) :].replace(os.sep, "/") if path.startswith(_PACKAGE) else os.path.basename(path)
-    function = f"{module}.{qualname}"
-    return Site(
-        function,
-        path,
-        line,
-        f'{{"key":"code.function.name","value":{{"stringValue":{encode.quote(function)}}}}},'
-        f'{{"key":"code.file.path","value":{{"stringValue":{encode.quote(path)}}}}},'
-        f'{{"key":"code.line.number","value":{{"intValue":"{line}"}}}}',
-    )
-
-
-def find_site(frame: FrameType) -> Site:
-    """The place in the source at which this frame is."""
-    code, line = frame.f_code, frame.f_lineno
-    site = _site_cache.get((code, line))
-    if site is None:
-        qualname = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no co_qualname
-        site = _make_site(code, line, frame.f_globals.get("__name__", "?"), qualname)
-        _site_cache[code, line] = site
-    return site
 
 
 def enabled(name: str) -> SpanSpec | None:

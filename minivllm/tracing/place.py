@@ -1,0 +1,85 @@
+"""Where a span was emitted: its place in the source and its thread, each described once and not per span.
+
+vLLM 0.25.1: vllm/tracing/otel.py (otel_instrument)
+Articles: none
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import minivllm
+from minivllm.tracing.encode import quote
+
+if TYPE_CHECKING:
+    from minivllm.tracing.span import Span
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(minivllm.__file__))) + os.sep
+_sites: dict[tuple[CodeType, int], Site] = {}
+
+
+class Site(msgspec.Struct, frozen=True, eq=False):
+    """A place in the source that emits spans; `json` holds its attributes ready for the file."""
+
+    function: str
+    path: str
+    line: int
+    json: str
+
+
+NOWHERE = Site("?", "?", 0, '{"key":"code.function.name","value":{"stringValue":"?"}}')
+
+
+class ThreadState:
+    """What the hot path needs to know about its thread. `current` is the innermost open span of a `with`."""
+
+    __slots__ = ("current", "json", "main", "name", "native_id")
+
+    def __init__(self) -> None:
+        thread = threading.current_thread()
+        self.current: Span | None = None
+        self.name = thread.name
+        self.native_id = threading.get_native_id()
+        self.main = thread is threading.main_thread()
+        self.json = (
+            f'{{"key":"thread.id","value":{{"intValue":"{self.native_id}"}}}},'
+            f'{{"key":"thread.name","value":{{"stringValue":{quote(self.name)}}}}},'
+        )
+
+
+class ThreadLocal(threading.local):
+    """Holds the ThreadState of the calling thread."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadState()
+
+
+def make_site(code: CodeType, line: int, module: str, qualname: str) -> Site:
+    """Describe a place. Files outside the package are named without their directory, which is this machine's."""
+    path = code.co_filename
+    path = path[len(_ROOT) :].replace(os.sep, "/") if path.startswith(_ROOT) else os.path.basename(path)
+    function = f"{module}.{qualname}"
+    return Site(
+        function,
+        path,
+        line,
+        f'{{"key":"code.function.name","value":{{"stringValue":{quote(function)}}}}},'
+        f'{{"key":"code.file.path","value":{{"stringValue":{quote(path)}}}}},'
+        f'{{"key":"code.line.number","value":{{"intValue":"{line}"}}}}',
+    )
+
+
+def find_site(frame: FrameType) -> Site:
+    """The place in the source at which this frame is."""
+    code, line = frame.f_code, frame.f_lineno
+    site = _sites.get((code, line))
+    if site is None:
+        qualname = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no co_qualname
+        site = make_site(code, line, frame.f_globals.get("__name__", "?"), qualname)
+        _sites[code, line] = site
+    return site
