@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 from minivllm import envs
 from minivllm.exceptions import ConfigError
 from minivllm.tracing import catalogue, context, failpoints
-from minivllm.tracing import span as _span
+from minivllm.tracing import spans as _spans
 from minivllm.tracing.board import BOARD_BYTES, read_board
 from minivllm.tracing.failpoints import FailpointError
 from minivllm.tracing.files import TraceFiles
 from minivllm.tracing.place import find_site
 from minivllm.tracing.process import ROLES, clock, identity, renew_identity
-from minivllm.tracing.recorder import recorder
-from minivllm.tracing.span import (
+from minivllm.tracing.recorder import recorder as _recorder
+from minivllm.tracing.spans import (
     Span,
     attach_board,
     current_span,
@@ -94,7 +94,7 @@ def _apply(new_level: int) -> None:
     global level, active
     level = new_level
     active = bool(new_level or _failpoints)
-    _span.apply(new_level, _failpoints)
+    _spans.apply(new_level, _failpoints)
 
 
 def configure(
@@ -126,15 +126,15 @@ def configure(
     _failpoints = failpoints.parse(envs.MINIVLLM_FAILPOINTS)
     trace_dir = trace_dir or variables.get("MINIVLLM_TRACE_DIR") or None
     new_level = _parse_level(level, variables.get("MINIVLLM_TRACE"), trace_dir)
-    with recorder.lock:
-        recorder.drain()
+    with _recorder.lock:
+        _recorder.drain()
         identity.role, identity.rank, identity.label = role, rank, label
         identity.service_name_override = None
         clock.adopt(variables.get("MINIVLLM_TRACE_ANCHOR", ""))
         started = variables.get("MINIVLLM_TRACE_START", "")
         _started_ns = int(started) if started.isdigit() else 0
-        _span._settings.parent = context.parse_traceparent(variables.get("TRACEPARENT", "")) or (
-            _span._settings.parent
+        _spans._settings.parent = context.parse_traceparent(variables.get("TRACEPARENT", "")) or (
+            _spans._settings.forked_from
         )
         _open_files(trace_dir if new_level else None)
         if new_level and not _exports and any(name.startswith("OTEL_") for name in os.environ):
@@ -152,18 +152,18 @@ def configure(
 
 def _open_files(trace_dir: str | None) -> None:
     """Write to this directory from now on; None: to none. The caller holds the recorder's lock."""
-    files = recorder.files
+    files = _recorder.files
     if files is not None and files.belongs_to(trace_dir):
         files.write_resource()
         return
     if files is not None:
-        for item in recorder.open.values():
-            item.slot = 0  # its place is in a table that is given up
-        recorder.files = None
+        for item in list(_recorder.open.values()):
+            files.forget(item)
+        _recorder.files = None
         files.close()
     if trace_dir is not None:
         try:
-            recorder.files = TraceFiles(trace_dir)
+            _recorder.files = TraceFiles(trace_dir)
         except OSError as error:
             raise ConfigError(f"cannot write traces to {trace_dir}: {error}") from None
 
@@ -180,7 +180,7 @@ def _parse_level(level: int | str | None, variable: str | None, trace_dir: str |
 
 def _add_export(export: LiveExport) -> None:
     _exports.append(export)
-    recorder.sinks.append(export)
+    _recorder.sinks.append(export)
 
 
 def add_exporter(exporter: SpanExporter) -> None:
@@ -193,10 +193,10 @@ def add_exporter(exporter: SpanExporter) -> None:
 def set_label(label: str) -> None:
     """Name this worker among its kind ("tp0", "pp1.tp0"): `service.name` becomes `minivllm.worker.<label>`."""
     identity.label = label
-    with recorder.lock:
-        if recorder.files is not None:
-            recorder.drain()
-            recorder.files.write_resource()
+    with _recorder.lock:
+        if _recorder.files is not None:
+            _recorder.drain()
+            _recorder.files.write_resource()
 
 
 def set_service_name(name: str) -> None:
@@ -210,16 +210,16 @@ def record_bootstrap(name: str) -> None:
 
     Without a start time (tracing off, or not started under child_environment()) only its failpoints fire.
     """
-    entry = _span.enabled(name)
+    entry = _spans.enabled(name)
     if entry is not None:
         site = find_site(sys._getframe(1))
-        _span.start_at(entry, site, _started_ns or monotonic_ns(), None, (), "", {}).end()
+        _spans.start_at(entry, site, _started_ns or monotonic_ns(), None, (), "", {}).end()
 
 
 def child_variables(parent: bytes | None = None) -> dict[str, str]:
     """What a child process needs to join this trace, as environment variables. parent: packed context."""
     packed = parent or pack_context()
-    trace_dir = str(recorder.files.directory) if recorder.files is not None else None
+    trace_dir = str(_recorder.files.directory) if _recorder.files is not None else None
     return context.child_variables(context.unpack(packed) if packed else None, level, trace_dir)
 
 
@@ -232,33 +232,33 @@ def child_environment(parent: bytes | None = None) -> Iterator[None]:
 
 def flush() -> None:
     """Write all spans that have ended."""
-    recorder.drain()
+    _recorder.drain()
 
 
 def shutdown() -> None:
     """Write everything, spans still open as unfinished, and close the files. Idempotent; configure() starts again."""
-    with recorder.lock:
-        for item in list(recorder.open.values()):
+    with _recorder.lock:
+        for item in list(_recorder.open.values()):
             item.set(unfinished=True)
             item.error("still open when the process ended")
             item.end()
         if not level:
             return
         _apply(OFF)
-    recorder.stop()
-    with recorder.lock:
+    _recorder.stop()
+    with _recorder.lock:
         _open_files(None)
     for export in _exports:
         export.close()
     _exports.clear()
-    recorder.sinks.clear()
+    _recorder.sinks.clear()
 
 
 def _after_fork_in_child() -> None:
     renew_identity()
-    _span.forget()
+    _spans.forget()
     _exports.clear()
-    recorder.sinks.clear()
+    _recorder.sinks.clear()
     _apply(level)
 
 

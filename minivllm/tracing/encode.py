@@ -16,7 +16,7 @@ import msgspec
 from minivllm.tracing.process import clock
 
 if TYPE_CHECKING:
-    from minivllm.tracing.span import Span
+    from minivllm.tracing.spans import Span
 
 KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
 _INT64 = 1 << 63

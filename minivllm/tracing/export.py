@@ -27,7 +27,7 @@ from minivllm.tracing.process import identity
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from minivllm.tracing.span import Span
+    from minivllm.tracing.spans import Span
 
 logger = logging.getLogger(__name__)
 THREAD_NAME = "minivllm-trace-export"

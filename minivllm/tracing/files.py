@@ -22,7 +22,7 @@ from minivllm.tracing.open_table import OpenTable
 from minivllm.tracing.process import clock, identity
 
 if TYPE_CHECKING:
-    from minivllm.tracing.span import Span
+    from minivllm.tracing.spans import Span
 
 logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
@@ -81,9 +81,13 @@ class TraceFiles:
                 self._spans_fd, encode.line(self._resource, [encode.span(span) for span in spans], VERSION)
             )
             for span in spans:
-                if span.slot:
-                    self.table.release(span.slot)
-                    span.slot = 0
+                self.forget(span)
+
+    def forget(self, span: Span) -> None:
+        """Free the span's slot in the table: it is in the file, or will be in another one."""
+        if span.slot:
+            self.table.release(span.slot)
+            span.slot = 0
 
     def _write(self, fd: int, data: bytes) -> None:
         try:

@@ -23,7 +23,7 @@ from minivllm.tracing.files import VERSION
 from minivllm.tracing.process import clock, identity
 
 if TYPE_CHECKING:
-    from minivllm.tracing.span import Span
+    from minivllm.tracing.spans import Span
 
 _SCOPE = InstrumentationScope("minivllm", VERSION)
 _STATUS = {0: StatusCode.UNSET, 1: StatusCode.OK, 2: StatusCode.ERROR}

@@ -17,7 +17,7 @@ import minivllm
 from minivllm.tracing.encode import quote
 
 if TYPE_CHECKING:
-    from minivllm.tracing.span import Span
+    from minivllm.tracing.spans import Span
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(minivllm.__file__))) + os.sep
 _sites: dict[tuple[CodeType, int], Site] = {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from minivllm.tracing.files import TraceFiles
 
 if TYPE_CHECKING:
-    from minivllm.tracing.span import Span
+    from minivllm.tracing.spans import Span
 
 DRAIN_INTERVAL_S = 0.2
 CHUNK_SPANS = 128

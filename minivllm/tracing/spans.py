@@ -37,6 +37,7 @@ class _Settings:
     """Read at the slow places; the hot path reads the module's globals below."""
 
     parent: context.Parent | None = None  # from TRACEPARENT
+    forked_from: context.Parent | None = None  # open in the parent when this process was forked
     trace_id: bytes = b""  # of spans that have no parent at all
     roots: list[Span] = []  # noqa: RUF012 - open spans that adopt spans of threads without one
 
@@ -575,7 +576,7 @@ def forget() -> None:
     _board = _board_thread = None  # not released: the memory belongs to the parent's mapping
     packed = pack_context()
     if packed:
-        _settings.parent = context.unpack(packed)
+        _settings.parent = _settings.forked_from = context.unpack(packed)
     _settings.roots.clear()
     _local.thread = ThreadState()
     recorder.forget()
