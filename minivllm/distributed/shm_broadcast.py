@@ -28,6 +28,8 @@ from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, memory_fence
 from minivllm.exceptions import MessageDecodeError, MessageQueueClosed
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from minivllm.distributed.mq_remote import RemoteReader, RemoteWriter
 
 __all__ = ["Handle", "MessageDecodeError", "MessageQueue", "MessageQueueClosed", "ShmRingBuffer", "SlotState"]
@@ -119,6 +121,15 @@ class MessageQueue:
         "title",
     )
 
+    # Not Optional on purpose: the hot path is for queues that have a ring.
+    buffer: ShmRingBuffer
+    on_wait: Callable[[], None] | None
+    _dump: Callable[[Any], None]
+    _overflow_writer: OverflowWriter | None
+    _overflow_reader: OverflowReader | None
+    _remote_writer: RemoteWriter | None
+    _remote_reader: RemoteReader | None
+
     def __init__(
         self,
         n_reader: int,
@@ -205,13 +216,16 @@ class MessageQueue:
         self._set_title()
         return self
 
+    @property
+    def is_writer(self) -> bool:
+        return self._remote_reader is None and self.local_reader_rank < 0
+
     def _set_up(self, handle: Handle) -> None:
         self.handle = handle
-        # Not Optional on purpose: the hot path is for queues that have a ring.
-        self.buffer: ShmRingBuffer = None  # type: ignore[assignment]
+        self.buffer = None  # type: ignore[assignment]
         self.current_idx = 0
         self.local_reader_rank = -1
-        self.on_wait: Callable[[], None] | None = None
+        self.on_wait = None
         self.last_context = b""
         self.shutting_down = False
         self.reason = ""
@@ -221,11 +235,11 @@ class MessageQueue:
         self._lock = threading.Lock()
         self._acquire = self._lock.acquire
         self._release = self._lock.release
-        self._overflow_writer: OverflowWriter | None = None
-        self._overflow_reader: OverflowReader | None = None
-        self._remote_writer: RemoteWriter | None = None
-        self._remote_reader: RemoteReader | None = None
-        self._dump: Callable[[Any], None] = _only_the_writer_can_enqueue
+        self._overflow_writer = None
+        self._overflow_reader = None
+        self._remote_writer = None
+        self._remote_reader = None
+        self._dump = _only_the_writer_can_enqueue
 
     def _set_title(self) -> None:
         handle = self.handle
@@ -240,6 +254,59 @@ class MessageQueue:
         self._pickler = pickler
         self._dump, self._clear_memo = pickler.dump, pickler.clear_memo
         self._pieces, self._buffers = pickler.pieces, pickler.buffers
+
+    @staticmethod
+    def create_from_process_group(
+        pg: ProcessGroup,
+        max_chunk_bytes: int | None = None,
+        max_chunks: int | None = None,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | None = None,
+        blocking: bool = True,
+        connect_ip: str | None = None,
+        name: str = "",
+    ) -> MessageQueue:
+        """One end for each rank of `pg`, collectively: `writer_rank` writes, all others read.
+
+        Args:
+            writer_rank: rank within the group.
+            external_writer_handle: given on `writer_rank`: the writer is outside the group, and this is its handle;
+                then `writer_rank` reads, too.
+            blocking: return when all are ready.
+            connect_ip: see the constructor; matters when ranks are on several hosts.
+        """
+        from minivllm.distributed.mq_groups import create_from_process_group
+
+        return create_from_process_group(
+            pg, max_chunk_bytes, max_chunks, writer_rank, external_writer_handle, blocking, connect_ip, name
+        )
+
+    @staticmethod
+    def create_from_process_group_single_reader(
+        pg: ProcessGroup,
+        max_chunk_bytes: int | None = None,
+        max_chunks: int | None = None,
+        reader_rank: int = 0,
+        blocking: bool = False,
+        connect_ip: str | None = None,
+        name: str = "",
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """A queue from each rank of `pg` to `reader_rank`, collectively.
+
+        Returns the calling rank's writing end, and on `reader_rank` the handles of all, to be opened with rank 0.
+        """
+        from minivllm.distributed.mq_groups import create_from_process_group_single_reader
+
+        return create_from_process_group_single_reader(
+            pg, max_chunk_bytes, max_chunks, reader_rank, blocking, connect_ip, name
+        )
+
+    def broadcast_object(self, obj: Any = None) -> Any:
+        """The writer sends `obj`, readers get it; the same call on every rank."""
+        if self.is_writer:
+            self.enqueue(obj)
+            return obj
+        return self.dequeue()
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Collective: the writer waits until every reader has attached, the readers wait until it has seen them all.
@@ -311,9 +378,16 @@ class MessageQueue:
                 self._dump(obj)
                 self._clear_memo()
                 payload, kind = self._pieces.pop(), 0
-            if self._remote_writer is not None:
-                self._send_to_remote(payload, kind, deadline, _timing)
+            remote = self._remote_writer
+            if remote is not None:
+                # Room for all, local and remote, before anybody gets it: a time-out must not split the readers.
+                frames = self._frames(payload)
+                context = b"" if _timing is None else _timing.context
+                remote.reserve(deadline, self._patience(deadline, self._late_remote))
                 if ring is None:
+                    remote.send(kind, context, frames)
+                    self._pieces.clear()
+                    self._buffers.clear()
                     return
             index = self.current_idx
             mm = ring.mm
@@ -347,9 +421,11 @@ class MessageQueue:
                 self._overflow_writer.on_lap(self._lap)  # type: ignore[union-attr]
             if _timing is not None:
                 _timing.slot, _timing.message, _timing.copied = index, message, _now_ns()
+            if remote is not None:
+                remote.send(kind, context, frames)
         except BaseException:
             # What the pickler has half written or remembers must not get into the next message.
-            if self._remote_reader is None and self.local_reader_rank < 0:
+            if self.is_writer:
                 self._pickler.reset()
                 self._use_pickler(self._pickler)
             raise
@@ -388,10 +464,10 @@ class MessageQueue:
             offset = end
         return message
 
-    def _send_to_remote(
-        self, payload: Any, kind: int, deadline: float | None, timing: _Timing | None
-    ) -> None:
-        raise NotImplementedError
+    def _frames(self, payload: Any) -> list[Any]:
+        """A copy of a message for remote readers: the pickle or raw bytes, then each out-of-band buffer."""
+        whole = b"".join([*self._pieces, payload]) if self._pieces else payload
+        return [whole, *(buffer.raw() for buffer in self._buffers)]
 
     def _enqueue_traced(self, obj: Any, timeout: float | None) -> None:
         with tracing.span("mq.enqueue", kind="producer") as span:
@@ -440,7 +516,7 @@ class MessageQueue:
                 raise MessageQueueClosed(self.reason)
             reader = self.local_reader_rank
             if reader < 0:
-                return self._receive_from_remote(deadline, cancel, indefinite)
+                return self._receive(deadline, cancel, indefinite, _timing)
             mm = ring.mm
             index = self.current_idx
             written, first, _, word, data, view, following = ring.slots[index]
@@ -507,10 +583,30 @@ class MessageQueue:
         finally:
             reader.done(number, one_off, index)
 
-    def _receive_from_remote(
-        self, deadline: float | None, cancel: threading.Event | None, indefinite: bool
+    def _receive(
+        self,
+        deadline: float | None,
+        cancel: threading.Event | None,
+        indefinite: bool,
+        timing: _Timing | None,
     ) -> Any:
-        raise NotImplementedError
+        """The next message from a writer on another host."""
+        remote = self._remote_reader
+        if remote is None:
+            raise RuntimeError("only a reader of a message queue can dequeue")
+        patience = self._patience(deadline, self._late_writer, cancel, warn=not indefinite)
+        kind, self.last_context, frames = remote.receive(
+            deadline, patience, idle=indefinite and cancel is None
+        )
+        if timing is not None:
+            timing.ready = timing.copied = _now_ns()
+            timing.slot, timing.message = -1, sum(map(len, frames)) << 8
+        if kind & RAW:
+            return frames[0]
+        try:
+            return loads(frames[0], buffers=list(map(bytearray, frames[1:])))
+        except Exception as error:
+            raise MessageDecodeError(f"{self.title}: {type(error).__name__}: {error}") from error
 
     def _dequeue_traced(self, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> Any:
         timing = _Timing()
@@ -578,6 +674,11 @@ class MessageQueue:
         )
         return f"{self.title}: the writer waits for reader {late} to read slot {index}"
 
+    def _late_remote(self) -> str:
+        assert self._remote_writer is not None
+        late = ", ".join(f"rank {rank}" for rank in self._remote_writer.late_ranks())
+        return f"{self.title}: the writer waits for remote reader {late} to acknowledge"
+
     def _late_writer(self) -> str:
         if self._remote_reader is not None:
             return f"{self.title}: remote reader rank {self._remote_reader.rank} waits for the writer"
@@ -613,6 +714,9 @@ class MessageQueue:
                         self.buffer.writer_wake.notify()
                 except ValueError:
                     pass  # the last one inside has left, and closed the memory, in this moment
+                for end in (self._remote_writer, self._remote_reader):
+                    if end is not None:
+                        end.wake()
         self._give_back()
 
     def _give_back(self) -> None:
@@ -621,7 +725,13 @@ class MessageQueue:
             try:
                 if not self._released:
                     self._released = True
-                    for part in (self._overflow_writer, self._overflow_reader, self.buffer):
+                    for part in (
+                        self._overflow_writer,
+                        self._overflow_reader,
+                        self.buffer,
+                        self._remote_writer,
+                        self._remote_reader,
+                    ):
                         if part is not None:
                             part.close()
             finally:

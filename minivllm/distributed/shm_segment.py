@@ -10,7 +10,7 @@ kills a process with SIGBUS in the middle of a step.
 
 from __future__ import annotations
 
-import _posixshmem  # type: ignore[import-not-found]
+import _posixshmem
 import errno
 import fcntl
 import mmap

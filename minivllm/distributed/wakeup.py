@@ -186,7 +186,7 @@ class SpinCondition:
         futex_wake(self._address)
 
 
-_ALONE: Final = (None,) * 40
-_CROWDED: Final = (None,) * 3
+_ALONE: Final = range(40)
+_CROWDED: Final = range(3)
 _CROWDED_S: Final = 5e-6
 _sched_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
