@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from trace_fixtures import MS, write_large, write_run
 
 from minivllm.exceptions import ConfigError
 from minivllm.timeline import VIEWS, build_views, export, text, theme
@@ -20,7 +21,6 @@ from minivllm.timeline.run import Options
 from minivllm.timeline.scale import TimeScale, idle_stretches
 from minivllm.timeline.view import Actor, Kind, Row, Segment, View
 from minivllm.trace_store import TraceStore
-from trace_fixtures import MS, write_large, write_run
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ class Tracer:
     ) -> None:
         self.run, self.role, self.rank, self.pid = run, role, rank, pid
         self.spans: list[dict[str, Any]] = []
+        self.open: list[dict[str, Any]] = []
         self.resource = {
             "service.namespace": "minivllm",
             "service.name": service,
@@ -45,11 +46,12 @@ class Tracer:
         links: Iterable[str] = (),
         kind: int = 1,
         error: str = "",
+        unfinished: bool = False,
         **attributes: Any,
     ) -> str:
-        """Record a span and return its id."""
+        """Record a span and return its id; an unfinished one is left in the start journal only."""
         span_id = f"{self.run.next_id():016x}"
-        self.spans.append(
+        (self.open if unfinished else self.spans).append(
             {
                 "traceId": self.run.trace_id,
                 "spanId": span_id,
@@ -57,7 +59,7 @@ class Tracer:
                 "name": name,
                 "kind": kind,
                 "startTimeUnixNano": str(EPOCH_NS + round(start_ms * MS)),
-                "endTimeUnixNano": str(EPOCH_NS + round(end_ms * MS)),
+                **({} if unfinished else {"endTimeUnixNano": str(EPOCH_NS + round(end_ms * MS))}),
                 "attributes": _attributes({_prefixed(k): v for k, v in attributes.items()}),
                 "events": [
                     {
@@ -102,8 +104,15 @@ class Run:
                     }
                 ]
             }
-            path = self.directory / f"{tracer.role}-{tracer.pid}.jsonl"
-            path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+            stem = self.directory / f"{tracer.role}-{tracer.pid}"
+            stem.with_suffix(".jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+            if tracer.open:
+                journal = [
+                    {"resource": line["resourceSpans"][0]["resource"]},
+                    *({"span": s} for s in tracer.open),
+                ]
+                text = "".join(json.dumps(entry) + "\n" for entry in journal)
+                stem.with_suffix(".journal.jsonl").write_text(text, encoding="utf-8")
         return self.directory
 
 
@@ -198,7 +207,7 @@ def write_run(
             meet + 300,
             wi,
             rank=r,
-            **({"error": "killed by SIGKILL", "unfinished": True} if r == dies else {}),
+            unfinished=r == dies,
         )
         if r == dies:
             continue
@@ -216,6 +225,9 @@ def write_run(
         w.span("runner.warm_up", 2770, 2870, loop, rank=r)
     if dies is not None:
         died = meet + 300
+        core.span(
+            "worker.process", spawn_at[dies], died + 1, executor, rank=dies, pid=200 + dies, signal="SIGKILL"
+        )
         core.span(
             "monitor.worker_died", died + 2, died + 3, executor, rank=dies, signal="SIGKILL", error="SIGKILL"
         )

@@ -82,6 +82,7 @@ def report(error: Exception, traceback: bool) -> int:
     Args:
         traceback: show Python's traceback as well (--traceback, or MINIVLLM_LOG_LEVEL=DEBUG).
     """
+    from minivllm.cli.export import ExportError
     from minivllm.exceptions import (
         ConfigError,
         EngineDeadError,
@@ -99,6 +100,9 @@ def report(error: Exception, traceback: bool) -> int:
     if isinstance(error, (ConfigError, RequestError)):
         complain(f"error: {message}")
         return BAD_INPUT
+    if isinstance(error, ExportError):
+        complain(f"error: {message}")
+        return FAILED
     if isinstance(error, (EngineDeadError, ExecutorFailedError, RemoteError)):
         complain(f"the engine failed: {message}")
         return FAILED
@@ -118,19 +122,16 @@ def options() -> argparse.ArgumentParser:
     return parent
 
 
-def positive_int(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    value = int(text) if text.lstrip("-").isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return value
-
-
 def console(stderr: bool = False, width: int | None = None) -> Console:
     """A Rich console; into a pipe it is COLUMNS or 100 columns wide."""
     from rich.console import Console
 
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            # Rich would leave with exit code 1 here, without running anybody's cleanup first.
+            raise BrokenPipeError
+
     stream = sys.stderr if stderr else sys.stdout
     if width is None and not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         width = PIPE_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False, emoji=False, markup=False)
+    return PipeConsole(stderr=stderr, width=width, highlight=False, soft_wrap=False, emoji=False, markup=False)

@@ -103,8 +103,6 @@ def all_checks(clean: bool) -> list[Finding]:
 
 def _python() -> list[Finding]:
     found = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}, {words.count(os.cpu_count() or 1, 'core')}"
-    if sys.version_info < (3, 10):
-        return [Finding("Python", Status.MISSING, found, "install Python 3.10 or newer")]
     return [Finding("Python", Status.FINE, found)]
 
 
@@ -215,7 +213,7 @@ def _start_method() -> list[Finding]:
 
 def _needed_bytes(tp: int) -> int:
     """Shared memory of the broadcast ring and of one response ring per rank; their bookkeeping is far below 1 %."""
-    return (1 + tp) * envs.MINIVLLM_MQ_MAX_CHUNKS * envs.MINIVLLM_MQ_MAX_CHUNK_BYTES
+    return int((1 + tp) * envs.MINIVLLM_MQ_MAX_CHUNKS * envs.MINIVLLM_MQ_MAX_CHUNK_BYTES)
 
 
 def _shared_memory() -> list[Finding]:

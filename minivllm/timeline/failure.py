@@ -7,7 +7,7 @@ Articles: part 2 §2.3.2, §2.3.3, §2.6
 from __future__ import annotations
 
 from minivllm.timeline import text as words
-from minivllm.timeline.run import Run, attribute, failure_note, kind_of, rank_of
+from minivllm.timeline.run import Run, failure_note, kind_of
 from minivllm.timeline.view import Kind, Mark, Row, View
 from minivllm.trace_store import Process, Span
 
@@ -23,7 +23,7 @@ def has_failure(run: Run) -> bool:
 
 
 def _broken(run: Run) -> list[Span]:
-    return [s for s in run.store.spans() if kind_of(s) in (Kind.ERROR, Kind.UNFINISHED)]
+    return [s for s in run.store.spans() if s.is_error or s.unfinished]
 
 
 def build(run: Run) -> View:
@@ -65,9 +65,7 @@ def _rows(run: Run, process: Process, broken: list[Span], deaths: list[Span]) ->
         depth = depths[span.span_id] = depths.get(span.parent_span_id, 0) + 1
         row = run.row(span, depth)
         row.note = failure_note(span)
-        died = next(
-            (d for d in deaths if rank_of_death(d) == process.rank and process.role == "worker"), None
-        )
+        died = next((d for d in deaths if d.rank == process.rank and process.role == "worker"), None)
         if kind_of(span) is Kind.UNFINISHED:
             row.marks.append(
                 Mark(run.at(died.start_ns if died else span.end_ns), "died", "the process ended here")
@@ -78,34 +76,29 @@ def _rows(run: Run, process: Process, broken: list[Span], deaths: list[Span]) ->
     return rows
 
 
-def rank_of_death(span: Span) -> int | None:
-    rank = attribute(span, "rank")
-    return None if rank is None else int(rank)
-
-
 def _fate(run: Run, process: Process) -> str | None:
     if process.role != "worker":
         return None
     for death in run.all("monitor.worker_died"):
-        if rank_of_death(death) == process.rank:
-            return str(attribute(death, "signal") or f"exit {attribute(death, 'exit_code', '?')}")
+        if death.rank == process.rank:
+            return str(death.get("signal") or f"exit {death.get('exit_code', '?')}")
     return None
 
 
 def _explain(run: Run, broken: list[Span], deaths: list[Span]) -> list[str]:
     sentences = []
     for death in deaths[:3]:
-        rank = rank_of_death(death)
-        how = attribute(death, "signal") or f"exit code {attribute(death, 'exit_code', '?')}"
+        rank = death.rank
+        how = death.get("signal") or f"exit code {death.get('exit_code', '?')}"
         open_spans = [s for s in broken if s.process.role == "worker" and s.process.rank == rank]
         innermost = max(open_spans, key=lambda s: s.start_ns, default=None)
-        inside = innermost.name if innermost else attribute(death, "open_span")
+        inside = innermost.name if innermost else death.get("open_span")
         sentences.append(f"rank {rank} died ({how})" + (f" in {inside}" if inside else ""))
     errors = [s for s in broken if kind_of(s) is Kind.ERROR and s.process.role == "worker"]
     if not deaths and errors:
         first = min(errors, key=lambda s: s.end_ns)
         message = first.status_message.splitlines()[0] if first.status_message else "no message"
-        sentences.append(f"{first.name} failed on rank {rank_of(first) or 0}: {message}")
+        sentences.append(f"{first.name} failed on rank {first.rank or 0}: {message}")
     shutdown = run.first("executor.shutdown")
     if deaths and shutdown is not None and shutdown.start_ns >= deaths[0].start_ns:
         sentences.append(

@@ -7,7 +7,7 @@ Articles: part 1 §3–§5, §8, part 2 §2.4.2, §2.4.14
 from __future__ import annotations
 
 from minivllm.timeline import text as words
-from minivllm.timeline.run import Run, attribute, last_arrival, rank_of, sum_note
+from minivllm.timeline.run import Run, last_arrival, sum_note
 from minivllm.timeline.view import Kind, Mark, Row, View
 from minivllm.trace_store import Process, Span
 
@@ -78,8 +78,9 @@ def meetings(run: Run) -> dict[str, Span]:
         seen: dict[tuple[object, ...], int] = {}
         for span in run.all(name):
             # The n-th meeting of a group on one rank is the n-th meeting of it on the others.
-            what = (attribute(span, "group"), str(attribute(span, "ranks", "")))
-            turn = seen[key] = seen.get(key := (*what, rank_of(span)), -1) + 1
+            what = (span.get("group"), str(span.get("ranks", "")))
+            rank_turn = (*what, span.rank)
+            turn = seen[rank_turn] = seen.get(rank_turn, -1) + 1
             groups.setdefault((*what, turn), []).append(span)
         for members in groups.values():
             if name == "worker.mq_handshake":
@@ -115,9 +116,7 @@ def _rank_rows(run: Run, process: Process, waits: dict[str, Span]) -> list[Row]:
 def _explain(run: Run, view: View, places: list[Process], waits: dict[str, Span]) -> list[str]:
     sentences = [*_longest(run, places), *_waited(run, view, places, waits)]
     captures = [s for p in places for s in run.all("runner.capture_model", p)]
-    reasons = {
-        str(attribute(s, "reason")) for s in captures if attribute(s, "skipped") and attribute(s, "reason")
-    }
+    reasons = {str(s.get("reason")) for s in captures if s.get("skipped") and s.get("reason")}
     sentences += [f"runner.capture_model was skipped: {reason}" for reason in sorted(reasons)]
     return sentences
 
@@ -131,11 +130,11 @@ def _longest(run: Run, places: list[Process]) -> list[str]:
     if not by_name:
         return []
     name, spans = max(by_name.items(), key=lambda item: max(s.end_ns - s.start_ns for s in item[1]))
-    lengths = [f"{words.duration(s.end_ns - s.start_ns)} on rank {rank_of(s) or 0}" for s in spans]
+    lengths = [f"{words.duration(s.end_ns - s.start_ns)} on rank {s.rank or 0}" for s in spans]
     if len(lengths) > 4:
         ordered = sorted(spans, key=lambda s: s.end_ns - s.start_ns)
         lengths = [
-            f"{words.duration(s.end_ns - s.start_ns)} on rank {rank_of(s) or 0}"
+            f"{words.duration(s.end_ns - s.start_ns)} on rank {s.rank or 0}"
             for s in (ordered[0], ordered[-1])
         ]
         return [f"the longest step was {name}: from {lengths[0]} to {lengths[1]}"]
@@ -153,9 +152,9 @@ def _waited(run: Run, view: View, places: list[Process], waits: dict[str, Span])
                 last = waits.get(span.span_id)
                 waited = min(last.start_ns, span.end_ns) - span.start_ns if last else 0
                 if last and waited > threshold:
-                    found.append((waited, rank_of(span) or 0, last))
+                    found.append((waited, span.rank or 0, last))
         for waited, rank, last in found[:3]:
-            whom = "EngineCore" if rank_of(last) is None else f"rank {rank_of(last)}"
+            whom = "EngineCore" if last.rank is None else f"rank {last.rank}"
             sentences.append(
                 f"in {name} rank {rank} waited {words.duration(waited)} for {whom}, which came last"
             )

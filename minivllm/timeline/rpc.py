@@ -9,7 +9,7 @@ from __future__ import annotations
 from minivllm.exceptions import ConfigError
 from minivllm.timeline import text as words
 from minivllm.timeline.messages import Messages, dequeue_row, slot_text
-from minivllm.timeline.run import Run, attribute, rank_of
+from minivllm.timeline.run import Run
 from minivllm.timeline.view import Row, View
 from minivllm.trace_store import Process, Span
 
@@ -24,16 +24,16 @@ def build(run: Run) -> View:
         return view
     call = _choose(run, calls)
     method = method_of(call)
-    seq = attribute(call, "seq")
+    seq = call.get("seq")
     number = f" number {seq}" if seq is not None else ""
     view.title = (
         f"One broadcast and its responses: {method}, call{number}, {words.instant(run.at(call.start_ns), 3)} "
         "after the start of the run"
     )
-    messages = Messages(run)
     executions = sorted(
-        (s for s in run.store.children(call) if s.name == "rpc.execute"), key=lambda s: rank_of(s) or 0
+        (s for s in run.store.children(call) if s.name == "rpc.execute"), key=lambda s: s.rank or 0
     )
+    messages = Messages(run, call.start_ns, max([call.end_ns, *(s.end_ns for s in executions)]))
     enqueue = next((s for s in run.store.children(call) if s.name == "mq.enqueue"), None)
     view.rows += _caller_rows(run, call, enqueue, messages)
     for process in run.workers:
@@ -49,7 +49,7 @@ def build(run: Run) -> View:
 
 
 def method_of(span: Span) -> str:
-    return str(span.attributes.get("rpc.method") or attribute(span, "method") or "a call")
+    return str(span.attributes.get("rpc.method") or span.get("method") or "a call")
 
 
 def _choose(run: Run, calls: list[Span]) -> Span:
@@ -59,9 +59,7 @@ def _choose(run: Run, calls: list[Span]) -> Span:
         steps = [c for c in calls if method_of(c) == "execute_model" and not c.is_error] or calls
         return steps[len(steps) // 2]
     for call in calls:
-        if str(attribute(call, "seq")) == focus or (
-            len(focus) >= 4 and call.span_id.startswith(focus.lower())
-        ):
+        if str(call.get("seq")) == focus or (len(focus) >= 4 and call.span_id.startswith(focus.lower())):
             return call
     if len(focus) >= 4:
         for span in run.store.spans():
@@ -70,7 +68,7 @@ def _choose(run: Run, calls: list[Span]) -> Span:
                 around = [c for c in calls if c.start_ns <= span.start_ns and span.end_ns <= c.end_ns]
                 if inside or around:
                     return min(inside or around, key=lambda c: c.start_ns)
-    numbers = [int(n) for c in calls if (n := attribute(c, "seq")) is not None]
+    numbers = [int(n) for c in calls if (n := c.get("seq")) is not None]
     known = (
         f"calls are numbered {min(numbers)} to {max(numbers)}"
         if numbers
@@ -81,17 +79,17 @@ def _choose(run: Run, calls: list[Span]) -> Span:
 
 def _caller_rows(run: Run, call: Span, enqueue: Span | None, messages: Messages) -> list[Row]:
     rows = [run.heading(call.process), run.row(call, 1, f"rpc.call {method_of(call)}")]
-    for child in sorted(run.store.children(call), key=lambda s: s.start_ns):
+    for child in run.store.children(call):
         if child.process is not call.process:
             continue
         row = run.row(child, 2)
         if child is enqueue and slot_text(child):
             row.label = f"mq.enqueue {slot_text(child)}"
         rows.append(row)
-        for response in sorted(run.store.children(child), key=lambda s: s.start_ns):
+        for response in run.store.children(child):
             if response.name == "mq.dequeue":
                 sender = messages.sender.get(response.span_id)
-                label = f"mq.dequeue from rank {rank_of(sender)}" if sender else "mq.dequeue"
+                label = f"mq.dequeue from rank {sender.rank}" if sender else "mq.dequeue"
                 rows.append(dequeue_row(run, response, sender, 3, label))
     return rows
 
@@ -117,7 +115,7 @@ def _explain(
     if enqueue is not None:
         readers = messages.read(enqueue)
         arrivals = [
-            f"rank {rank_of(s)} had it {words.duration(max(0, s.end_ns - enqueue.end_ns))} after it was written"
+            f"rank {s.rank} had it {words.duration(max(0, s.end_ns - enqueue.end_ns))} after it was written"
             for s in readers[:4]
         ]
         where = slot_text(enqueue)
@@ -129,11 +127,11 @@ def _explain(
     if executions:
         by_length = sorted(executions, key=lambda s: s.end_ns - s.start_ns)
         slow, fast = by_length[-1], by_length[0]
-        text = f"rank {rank_of(slow)} executed for {words.duration(slow.end_ns - slow.start_ns)}"
+        text = f"rank {slow.rank} executed for {words.duration(slow.end_ns - slow.start_ns)}"
         if slow is not fast:
             text += (
-                f", rank {rank_of(fast)} for {words.duration(fast.end_ns - fast.start_ns)}; the last to finish was "
-                f"rank {rank_of(max(executions, key=lambda s: s.end_ns))}"
+                f", rank {fast.rank} for {words.duration(fast.end_ns - fast.start_ns)}; the last to finish was "
+                f"rank {max(executions, key=lambda s: s.end_ns).rank}"
             )
         sentences.append(text)
     sentences += _replies(run, call, executions, messages)
@@ -145,12 +143,12 @@ def _explain(
 def _replies(run: Run, call: Span, executions: list[Span], messages: Messages) -> list[str]:
     answers = [s for s in run.below(call) if s.name == "mq.dequeue" and s.process is call.process]
     repliers = sorted(
-        {r for s in answers if (m := messages.sender.get(s.span_id)) and (r := rank_of(m)) is not None}
+        {r for s in answers if (m := messages.sender.get(s.span_id)) and (r := m.rank) is not None}
     )
     waits = [s for s in run.store.children(call) if s.name == "rpc.await_responses"]
     sentences = []
     if repliers:
-        silent = sorted({rank_of(s) for s in executions} - set(repliers) - {None}, key=lambda r: r or 0)
+        silent = sorted({s.rank for s in executions} - set(repliers) - {None}, key=lambda r: r or 0)
         text = f"{words.ranks(repliers)} replied"
         if silent:
             text += (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minivllm.timeline import theme
 from minivllm.timeline.view import Actor, Kind, Mark, Row, Segment
@@ -47,7 +47,7 @@ class Run:
     store: TraceStore
     options: Options = field(default_factory=Options)
     zero_ns: int = 0
-    _actors: dict[int, Actor] = field(default_factory=dict)
+    _actors: dict[Process, Actor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         root = self.store.root
@@ -56,7 +56,7 @@ class Run:
     # --- processes
 
     def actor(self, process: Process) -> Actor:
-        actor = self._actors.get(id(process))
+        actor = self._actors.get(process)
         if actor is None:
             if process.role == "client":
                 actor = Actor("client", theme.CLIENT_SLOT, process.pid)
@@ -65,7 +65,7 @@ class Run:
             else:
                 rank = process.rank or 0
                 actor = Actor(_worker_name(process), theme.FIRST_WORKER_SLOT + rank, process.pid)
-            self._actors[id(process)] = actor
+            self._actors[process] = actor
         return actor
 
     @property
@@ -81,9 +81,17 @@ class Run:
 
     @property
     def level(self) -> str:
-        """The trace level of the run, as far as the trace says it."""
+        """The trace level of the run: what its root says, else the highest level of which it has a span."""
+        from minivllm.tracing.catalogue import SPANS
+        from minivllm.tracing.spec import LEVEL_NAMES
+
         root = self.store.root
-        return str(root.attributes.get("minivllm.trace_level", "")) if root else ""
+        said = root.get("trace_level") if root else None
+        if said:
+            return str(said)
+        return LEVEL_NAMES[
+            max((spec.level for spec in SPANS.values() if self.store.spans(spec.name)), default=0)
+        ]
 
     # --- spans
 
@@ -93,26 +101,18 @@ class Run:
 
     def all(self, name: str, process: Process | None = None) -> list[Span]:
         """Spans of one name by start, of one process if given."""
-        found = [s for s in self.store.spans(name=name) if process is None or s.process is process]
-        found.sort(key=lambda s: s.start_ns)
-        return found
+        return self.store.spans(name, process=process)
 
     def first(self, name: str, process: Process | None = None) -> Span | None:
         return next(iter(self.all(name, process)), None)
 
     def below(self, span: Span) -> Iterator[Span]:
         """All descendants of a span, in any process."""
-        stack = [span]
-        while stack:
-            children = self.store.children(stack.pop())
-            yield from children
-            stack.extend(children)
+        return (item for depth, item in self.store.tree(span) if depth)
 
     def missing(self, level: str, what: str) -> str:
         """The sentence for spans that this run did not record."""
-        if self.level:
-            return f"recorded at level {self.level}: no {what}; record with --trace-level {level}"
-        return f"the trace has no {what}; record with --trace-level {level}"
+        return f"recorded at level {self.level}: no {what}; record with --trace-level {level}"
 
     # --- rows
 
@@ -166,7 +166,7 @@ class Run:
         rows = [self.row(span, depth, wait_until_ns=waits.get(span.span_id))]
         if kind_of(span) is not Kind.WORK:
             rows[0].note = rows[0].note or failure_note(span)
-        children = sorted(self.store.children(span), key=lambda s: s.start_ns)
+        children = self.store.children(span)
         if process is not None:
             children = [c for c in children if c.process is process]
         leaves: dict[str, Row] = {}
@@ -194,7 +194,7 @@ def sum_note(row: Row) -> str:
 
 
 def kind_of(span: Span) -> Kind:
-    if attribute(span, "unfinished"):
+    if span.unfinished:
         return Kind.UNFINISHED
     if span.is_error:
         return Kind.ERROR
@@ -202,22 +202,9 @@ def kind_of(span: Span) -> Kind:
 
 
 def failure_note(span: Span) -> str:
-    if attribute(span, "unfinished"):
+    if span.unfinished:
         return "never finished"
     return "error" if span.is_error else ""
-
-
-def attribute(span: Span, name: str, default: Any = None) -> Any:
-    """One of our own attributes, without its prefix."""
-    return span.attributes.get("minivllm." + name, default)
-
-
-def rank_of(span: Span) -> int | None:
-    """The rank a span is about: its process's, else the one it names."""
-    if span.process.rank is not None:
-        return span.process.rank
-    rank = attribute(span, "rank")
-    return None if rank is None else int(rank)
 
 
 def last_arrival(spans: Iterable[Span]) -> int:

@@ -7,7 +7,7 @@ Articles: part 2 §2.3.8, §2.3.9, §2.4.6
 from __future__ import annotations
 
 from minivllm.timeline import text as words
-from minivllm.timeline.run import Run, attribute, rank_of
+from minivllm.timeline.run import Run
 from minivllm.timeline.view import Mark, Row, View
 from minivllm.trace_store import Process
 
@@ -47,7 +47,7 @@ def _worker_rows(run: Run, process: Process) -> list[Row]:
         rows.append(run.row(span))
     for span in run.all("worker.shutdown", process):
         rows += run.tree(span, 1, {}, process)
-    life = next((s for s in run.all("worker.process") if rank_of(s) == process.rank), None)
+    life = next((s for s in run.all("worker.process") if s.rank == process.rank), None)
     main = run.first("worker.main", process)
     heading = run.heading(process)
     if life is not None:
@@ -73,16 +73,14 @@ def _explain(run: Run) -> list[str]:
         sentences.append(
             f"{name} had shut its executor down after {words.duration(shutdown.end_ns - shutdown.start_ns)}"
         )
-    ends = [
-        (s.end_ns - s.start_ns, rank_of(s) or 0) for p in run.workers for s in run.all("worker.shutdown", p)
-    ]
+    ends = [(s.end_ns - s.start_ns, s.rank or 0) for p in run.workers for s in run.all("worker.shutdown", p)]
     if len(ends) > 1:
         longest = max(ends)
         sentences.append(
             f"the workers closed down side by side; rank {longest[1]} took longest ({words.duration(longest[0])})"
         )
     used = [name for name in _LEVELS if _did_something(run, name)]
-    if used == _LEVELS[:1] or (not used and run.first(_LEVELS[0])):
+    if used == [_LEVELS[0]] or (not used and run.first(_LEVELS[0])):
         sentences.append(
             "all workers left by themselves when their death pipes were closed; no signal was needed"
         )
@@ -98,4 +96,4 @@ def _explain(run: Run) -> list[str]:
 def _did_something(run: Run, name: str) -> bool:
     """Whether a level of the termination had a worker to deal with."""
     spans = run.all(name)
-    return any(attribute(s, "ranks") or attribute(s, "alive") for s in spans)
+    return any(s.get("ranks") or s.get("alive") for s in spans)

@@ -7,7 +7,7 @@ Articles: part 1 §2–§4, part 2 §2.3.1, §2.4.3, §2.4.4
 from __future__ import annotations
 
 from minivllm.timeline import text as words
-from minivllm.timeline.run import Run, last_arrival, rank_of
+from minivllm.timeline.run import Run, last_arrival
 from minivllm.timeline.view import Kind, Mark, Row, Segment, View
 from minivllm.trace_store import Process, Span
 
@@ -56,7 +56,7 @@ def _parent_rows(run: Run, parent: Process, core: Process | None) -> list[Row]:
     if spawn_workers:
         rows.append(run.row(spawn_workers))
     for make in run.all("executor.make_worker_process", parent):
-        rows.append(run.row(make, 2, f"make_worker_process {rank_of(make)}"))
+        rows.append(run.row(make, 2, f"make_worker_process {make.rank}"))
     wait = run.first("executor.wait_for_ready", parent)
     if wait:
         row = run.row(wait)
@@ -93,7 +93,7 @@ def _ready_events(run: Run) -> dict[int, int]:
     ready = {
         rank: span.end_ns
         for span in run.all("worker.send_ready")
-        if (rank := rank_of(span)) is not None and not span.is_error
+        if (rank := span.rank) is not None and not span.is_error
     }
     for wait in run.all("executor.wait_for_ready"):
         for event in wait.events:
@@ -105,7 +105,7 @@ def _ready_events(run: Run) -> dict[int, int]:
 
 def _explain(run: Run, parent: Process) -> list[str]:
     sentences = []
-    makes = [(rank_of(s), run.at(s.start_ns)) for s in run.all("executor.make_worker_process", parent)]
+    makes = [(s.rank, run.at(s.start_ns)) for s in run.all("executor.make_worker_process", parent)]
     started = sorted((rank, at) for rank, at in makes if rank is not None)
     wait = run.first("executor.wait_for_ready", parent)
     ready = {rank: run.at(at) for rank, at in _ready_events(run).items()}
@@ -185,5 +185,5 @@ def _longest_phase(run: Run) -> str:
     }[name]
     return (
         f"the longest part of a worker's way to READY was {name} ({gloss}): "
-        f"{words.duration(span.end_ns - span.start_ns)} on rank {rank_of(span)}"
+        f"{words.duration(span.end_ns - span.start_ns)} on rank {span.rank}"
     )

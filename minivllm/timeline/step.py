@@ -10,7 +10,7 @@ from minivllm.exceptions import ConfigError
 from minivllm.timeline import text as words
 from minivllm.timeline.messages import Messages
 from minivllm.timeline.rpc import method_of
-from minivllm.timeline.run import Run, attribute, rank_of
+from minivllm.timeline.run import Run
 from minivllm.timeline.view import View
 from minivllm.trace_store import Span
 
@@ -28,7 +28,7 @@ def build(run: Run) -> View:
         f"{words.instant(run.at(step.start_ns), 3)} after the start of the run"
     )
     executions = [s for s in run.below(step) if s.name == "rpc.execute"]
-    messages = Messages(run)
+    messages = Messages(run, step.start_ns, max([step.end_ns, *(s.end_ns for s in executions)]))
     waits = {d: e.end_ns for d, e in messages.sender.items()}
     view.rows += [run.heading(step.process), *run.tree(step, 1, waits, step.process)]
     for process in run.workers:
@@ -69,8 +69,8 @@ def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
     inside = list(run.below(step))
     schedule = next((s for s in inside if s.name == "scheduler.schedule"), None)
     if schedule is not None:
-        tokens = attribute(schedule, "num_tokens", attribute(schedule, "total_num_scheduled_tokens"))
-        requests = attribute(schedule, "num_reqs")
+        tokens = schedule.get("num_tokens", schedule.get("total_num_scheduled_tokens"))
+        requests = schedule.get("num_reqs")
         if tokens is not None and requests is not None:
             sentences.append(
                 f"{words.count(int(tokens), 'token')} of {words.count(int(requests), 'request')} were scheduled"
@@ -89,14 +89,12 @@ def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
         sentences.append(f"of {words.duration(total)}, EngineCore spent on {words.listing(parts)}")
     forwards = sorted((s for s in inside if s.name == "model.forward"), key=lambda s: s.end_ns - s.start_ns)
     if forwards:
-        text = f"model.forward took {words.duration(forwards[-1].end_ns - forwards[-1].start_ns)} on rank {rank_of(forwards[-1]) or 0}"
+        text = f"model.forward took {words.duration(forwards[-1].end_ns - forwards[-1].start_ns)} on rank {forwards[-1].rank or 0}"
         if len(forwards) > 1:
-            text += f" and {words.duration(forwards[0].end_ns - forwards[0].start_ns)} on rank {rank_of(forwards[0]) or 0}"
+            text += f" and {words.duration(forwards[0].end_ns - forwards[0].start_ns)} on rank {forwards[0].rank or 0}"
         sentences.append(text)
     reduces = [s for s in inside if s.name == "dist.all_reduce"]
-    per_rank = {
-        rank_of(s): sum(r.end_ns - r.start_ns for r in reduces if rank_of(r) == rank_of(s)) for s in reduces
-    }
+    per_rank = {s.rank: sum(r.end_ns - r.start_ns for r in reduces if r.rank == s.rank) for s in reduces}
     if per_rank:
         each = len(reduces) // len(per_rank)
         times = [
@@ -106,6 +104,6 @@ def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
     if executions:
         last = max(executions, key=lambda s: s.end_ns)
         sentences.append(
-            f"rank {rank_of(last) or 0} was the last to finish, at {words.duration(last.end_ns - step.start_ns)}"
+            f"rank {last.rank or 0} was the last to finish, at {words.duration(last.end_ns - step.start_ns)}"
         )
     return sentences

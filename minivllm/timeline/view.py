@@ -128,7 +128,7 @@ class View:
     def to_json(self) -> dict[str, Any]:
         """Plain data; times in nanoseconds since the start of the run."""
         return {
-            "view": self.name,
+            "name": self.name,
             "title": self.title,
             "start_ns": self.start_ns,
             "end_ns": self.end_ns,

@@ -1,0 +1,464 @@
+"""The `minivllm` command as a user meets it: a process with a terminal or a pipe, exit codes, signals."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.cells import cell_len
+from trace_fixtures import write_run
+
+from minivllm.cli import timeline as timeline_command
+from minivllm.timeline import VIEWS
+from minivllm.trace_store import TraceStore
+from minivllm.tracing.catalogue import SPANS
+
+LIMIT_S = 60.0
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINIVLLM_T", "MINIVLLM_F", "OTEL_"))}
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "MINIVLLM_LOG_LEVEL"):
+        env.pop(name, None)
+    return {**env, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **changes}
+
+
+def minivllm(
+    *args: str, cwd: Path | None = None, stdin: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "minivllm.cli.main", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=LIMIT_S,
+        cwd=cwd,
+        env=environment(**env),
+        check=False,
+    )
+
+
+def in_terminal(*args: str, columns: int = 100, cwd: Path | None = None, **env: str) -> tuple[int, str]:
+    """Run with a terminal on stdin, stdout and stderr; returns exit code and everything that was shown."""
+    terminal = Terminal(*args, columns=columns, cwd=cwd, **env)
+    return terminal.wait(), terminal.shown
+
+
+class Terminal:
+    """A `minivllm` process in a pseudo-terminal and in a session of its own, so that Ctrl-C reaches all its children."""
+
+    def __init__(self, *args: str, columns: int = 100, cwd: Path | None = None, **env: str) -> None:
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            try:
+                if cwd is not None:
+                    os.chdir(cwd)
+                command = [sys.executable, "-m", "minivllm.cli.main", *args]
+                os.execve(sys.executable, command, environment(COLUMNS=str(columns), **env))
+            finally:
+                os._exit(127)
+        self.shown = ""
+
+    def read_until(self, text: str, limit_s: float = LIMIT_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while text not in self.shown:
+            assert time.monotonic() < deadline, f"{text!r} did not appear in:\n{self.shown[-3000:]}"
+            assert self._read(), f"ended before {text!r} appeared:\n{self.shown[-3000:]}"
+
+    def press_ctrl_c(self) -> None:
+        os.write(self.fd, b"\x03")
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """Exit code, 128 + n for a signal; reads what is left."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            self._read()
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                pytest.fail(f"still running after {limit_s} s:\n{self.shown[-3000:]}")
+        while self._read():
+            pass
+        os.close(self.fd)
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
+
+    def _read(self) -> bool:
+        """Read what is there, waiting a moment for it; False at the end."""
+        if not select.select([self.fd], [], [], 0.05)[0]:
+            return True
+        try:
+            data = os.read(self.fd, 65536)
+        except OSError:
+            return False
+        self.shown += data.decode("utf-8", "replace")
+        return bool(data)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("cli") / "trace")
+
+
+# --- the command itself
+
+
+def test_help_answers_at_once() -> None:
+    best = min(_timed("--help") for _ in range(4))
+    assert best < 0.2, f"{best:.2f} s"
+
+
+def _timed(*args: str) -> float:
+    start = time.perf_counter()
+    assert minivllm(*args).returncode == 0
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "timeline", "doctor", "export", "spans"])
+def test_each_subcommand_explains_itself(command: str) -> None:
+    done = minivllm(command, "--help")
+    assert done.returncode == 0 and "usage: minivllm" in done.stdout
+
+
+def test_without_a_subcommand_help_is_shown_and_the_exit_code_says_so() -> None:
+    done = minivllm()
+    assert done.returncode == 2 and "subcommands" in done.stdout
+
+
+def test_view_names_are_those_of_the_timelines() -> None:
+    assert tuple(VIEWS) == timeline_command.VIEW_NAMES
+
+
+# --- bad input: one line that says what to do, exit code 2
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["generate"], "give at least one"),
+        (["generate", "x", "--max-tokens", "0"], "max_tokens=0 is not valid"),
+        (["generate", "x", "--temperature", "-1"], "temperature=-1.0 is not valid"),
+        (["generate", "x", "--model", "/nowhere"], "is not a directory"),
+        (["generate", "x", "--tp", "3"], "cannot be divided"),
+        (["generate", "x", "--tp", "0"], "tensor_parallel_size=0"),
+        (["generate", "x", "--dtype", "int3"], "int3"),
+        (["generate", "x", "--device", "tpu"], "tpu"),
+        (["generate", "x", "--top-p", "2"], "top_p=2.0"),
+        (["demo", "--max-tokens", "-3"], "max_tokens=-3 is not valid"),
+        (["timeline", "/nowhere"], "is not a directory"),
+        (["timeline", "."], "holds no trace"),
+        (["spans", "--name", "nonsense"], "no step has 'nonsense'"),
+        (["export", "/nowhere", "--otlp-json", "-"], "is not a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: list[str], said: str, tmp_path: Path) -> None:
+    done = minivllm(*args, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("minivllm: error: ")
+    assert not list(tmp_path.glob("traces/*")), "a refused run leaves no directory"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["timeline", "x", "--view"],
+        ["timeline", "x", "--width", "7"],
+        ["timeline", "x", "--from", "soon"],
+        ["timeline", "x", "--rank", "one"],
+        ["timeline", "x", "--svg", "a", "--html", "b"],
+        ["generate", "x", "--max-tokens", "many"],
+        ["export", "x"],
+        ["nonsense"],
+    ],
+)
+def test_unreadable_options_are_explained(args: list[str]) -> None:
+    done = minivllm(*args)
+    assert done.returncode == 2 and "usage:" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_traceback_is_shown_when_asked_for() -> None:
+    assert "Traceback" in minivllm("timeline", "/nowhere", "--traceback").stderr
+    assert "Traceback" in minivllm("timeline", "/nowhere", MINIVLLM_LOG_LEVEL="DEBUG").stderr
+
+
+# --- spans
+
+
+def test_spans_lists_the_whole_catalogue() -> None:
+    shown = minivllm("spans").stdout
+    assert all(name in shown for name in SPANS)
+    data = json.loads(minivllm("spans", "--json").stdout)
+    assert [row["name"] for row in data] == list(SPANS)
+    assert {row["level"] for row in data} == {"lifecycle", "rpc", "message"}
+
+
+def test_spans_of_one_name_show_every_field() -> None:
+    shown = minivllm("spans", "--name", "worker.init_device").stdout
+    spec = SPANS["worker.init_device"]
+    for text in (spec.vllm_span, spec.method, *spec.articles):
+        assert text in shown
+
+
+# --- timeline
+
+
+def test_timeline_of_every_view(trace: Path) -> None:
+    done = minivllm("timeline", str(trace))
+    assert done.returncode == 0, done.stderr
+    assert "before the first was waited for" in done.stdout
+    assert "One broadcast and its responses" in done.stdout and "Shutdown" in done.stdout
+    assert max(cell_len(line.rstrip()) for line in done.stdout.splitlines()) <= 100
+    assert not ANSI.search(done.stdout), "no colours in a pipe"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_timeline_fits_the_terminal(trace: Path, columns: int) -> None:
+    code, shown = in_terminal("timeline", str(trace), "--view", "spawn,rpc", columns=columns)
+    assert code == 0
+    lines = [ANSI.sub("", line).rstrip() for line in shown.splitlines()]
+    assert max(map(cell_len, lines)) <= columns
+    assert "\x1b[38;2" in shown or "\x1b[38;5" in shown
+    assert "█" in shown and any("waited for" in line for line in lines)
+
+
+def test_columns_is_honoured_in_a_pipe(trace: Path) -> None:
+    done = minivllm("timeline", str(trace), "--view", "init", COLUMNS="60")
+    assert max(cell_len(line.rstrip()) for line in done.stdout.splitlines()) <= 60
+    wide = minivllm("timeline", str(trace), "--view", "init", "--width", "140").stdout
+    assert 120 < max(cell_len(line.rstrip()) for line in wide.splitlines()) <= 140
+
+
+def test_no_color_is_honoured_in_a_terminal(trace: Path) -> None:
+    code, shown = in_terminal("timeline", str(trace), "--view", "spawn", NO_COLOR="1")
+    assert code == 0
+    assert not re.search(r"\x1b\[[0-9;]*(3[0-8]|4[0-8]);", shown)
+
+
+@pytest.mark.parametrize(
+    "env", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_other_encodings_get_plain_ascii(trace: Path, env: dict[str, str]) -> None:
+    for args in (["timeline", str(trace)], ["spans"], ["spans", "--name", "mq"], ["doctor"]):
+        done = minivllm(*args, **env)
+        assert done.returncode == 0, done.stderr
+        done.stdout.encode("ascii")
+
+
+def test_svg_html_and_json_files(trace: Path, tmp_path: Path) -> None:
+    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
+    assert minivllm("timeline", str(trace), "--view", "spawn", "--svg", str(svg)).returncode == 0
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+    assert minivllm("timeline", str(trace), "--html", str(html)).returncode == 0
+    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
+    views = json.loads(minivllm("timeline", str(trace), "--json").stdout)["views"]
+    assert [v["name"] for v in views] == [n for n in VIEWS if n != "failure"]
+    assert ET.fromstring(minivllm("timeline", str(trace), "--view", "rpc", "--svg", "-").stdout)
+    bad = minivllm("timeline", str(trace), "--svg", "/nowhere/a.svg")
+    assert bad.returncode == 1 and "No such file or directory" in bad.stderr
+
+
+def test_timeline_options_reach_the_views(trace: Path) -> None:
+    assert "call number 12" in minivllm("timeline", str(trace), "--view", "rpc", "--focus", "12").stdout
+    rank = minivllm("timeline", str(trace), "--view", "init", "--rank", "1").stdout
+    assert "Worker_TP1" in rank and "Worker_TP0" not in rank
+    short = minivllm("timeline", str(trace), "--view", "init", "--min-duration", "50ms").stdout
+    assert "device.bind" not in short and "left out" in short
+    for args, said in (
+        (["--view", "nonsense"], "there are spawn"),
+        (["--focus", "4711", "--view", "rpc"], "calls are numbered 10 to 18"),
+        (["--rank", "7"], "the run has ranks 0 and 1"),
+        (["--from", "2s", "--to", "1s"], "--from must be earlier"),
+    ):
+        done = minivllm("timeline", str(trace), *args)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("args", [["timeline", "{trace}"], ["spans"]])
+def test_a_closed_pipe_is_no_error(trace: Path, args: list[str]) -> None:
+    command = [sys.executable, "-m", "minivllm.cli.main", *(a.format(trace=trace) for a in args)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    stderr = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(LIMIT_S) == 141
+    assert stderr == b""
+
+
+# --- doctor
+
+
+def test_doctor_finds_this_machine_usable() -> None:
+    done = minivllm("doctor", "--env")
+    assert done.returncode == 0, done.stdout
+    for word in ("torch", "gloo", "spawn", "/dev/shm", "MINIVLLM_MQ_SPIN_US", "usable here"):
+        assert word in done.stdout, word
+
+
+def test_doctor_says_what_to_do() -> None:
+    started = time.monotonic()
+    done = minivllm(
+        "doctor",
+        "--json",
+        MINIVLLM_WORKER_MULTIPROC_METHOD="teleport",
+        MINIVLLM_MQ_MAX_CHUNKS="ten",
+        MINIVLLM_TYPO="1",
+        OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
+    )
+    assert done.returncode == 1 and time.monotonic() - started < 30
+    report = json.loads(done.stdout)
+    assert report["usable"] is False
+    wrong = {f["check"]: f for f in report["findings"] if f["status"] in ("missing", "note")}
+    assert "spawn" in wrong["start method"]["to_do"]
+    assert "does not answer" in wrong["OTLP endpoint"]["found"] and wrong["OTLP endpoint"]["to_do"]
+    assert any("MINIVLLM_TYPO" in f["found"] for f in report["findings"])
+    assert any("MINIVLLM_MQ_MAX_CHUNKS" in f["found"] for f in report["findings"])
+    assert all(f["to_do"] for f in report["findings"] if f["status"] in ("missing", "note"))
+
+
+def test_doctor_waits_half_a_second_for_an_endpoint_that_swallows_packets() -> None:
+    # 192.0.2.0/24 is reserved for documentation: nothing answers there.
+    done = minivllm("doctor", "--json", OTEL_EXPORTER_OTLP_ENDPOINT="http://192.0.2.1:4318")
+    finding = next(f for f in json.loads(done.stdout)["findings"] if f["check"] == "OTLP endpoint")
+    assert finding["status"] == "note"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm to leave a segment in")
+def test_doctor_finds_and_cleans_stale_segments() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    segment = Path("/dev/shm") / f"minivllm-{done.stdout.strip()}-test"
+    segment.write_bytes(b"\0" * 64)
+    try:
+        found = minivllm("doctor").stdout
+        assert segment.name in found and "--clean" in found
+        assert f"removed {segment.name}" in minivllm("doctor", "--clean").stdout
+        assert not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
+
+
+# --- export
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """An OTLP/HTTP receiver: keeps the bodies, answers as it was told."""
+
+    bodies: list[bytes]
+    status = 200
+    delay_s = 0.0
+
+    def do_POST(self) -> None:
+        time.sleep(self.delay_s)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/v1/traces" and self.headers["Content-Type"] == "application/json":
+            self.bodies.append(body)
+        answer = b"{}" if self.status == 200 else b"no room"
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, type[Collector]]]:
+    handler = type("Handler", (Collector,), {"bodies": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def span_ids(bodies: list[bytes]) -> list[str]:
+    return [
+        span["spanId"]
+        for body in bodies
+        for resource in json.loads(body)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+
+
+def test_export_sends_every_span_once(tmp_path: Path, collector: tuple[str, type[Collector]]) -> None:
+    url, handler = collector
+    directory = write_run(tmp_path / "trace", steps=150)
+    done = minivllm("export", str(directory), "--otlp", url)
+    assert done.returncode == 0, done.stderr
+    sent = span_ids(handler.bodies)
+    assert sorted(sent) == sorted(span.span_id for span in TraceStore.open(directory).spans())
+    assert f"sent {len(sent):,} spans" in done.stderr
+    assert len(handler.bodies) > 4, "a long run goes in several requests"
+
+
+def test_exported_file_is_valid_otlp(trace: Path, tmp_path: Path) -> None:
+    from google.protobuf import json_format
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    file = tmp_path / "run.json"
+    assert minivllm("export", str(trace), "--otlp-json", str(file)).returncode == 0
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert json.loads(minivllm("export", str(trace), "--otlp-json", "-").stdout) == data
+    # protobuf's JSON has base64 where OTLP/JSON has hexadecimal ids; the structure is the same.
+    for resource in data["resourceSpans"]:
+        for scope in resource["scopeSpans"]:
+            for span in scope["spans"]:
+                for key in ("traceId", "spanId", "parentSpanId"):
+                    if key in span:
+                        span[key] = base64.b64encode(bytes.fromhex(span[key])).decode()
+                for link in span.get("links", ()):
+                    for key in ("traceId", "spanId"):
+                        link[key] = base64.b64encode(bytes.fromhex(link[key])).decode()
+    request = json_format.ParseDict(data, ExportTraceServiceRequest())
+    assert sum(len(s.spans) for r in request.resource_spans for s in r.scope_spans) == len(
+        TraceStore.open(trace).spans()
+    )
+
+
+def test_export_to_nowhere_is_one_line_within_a_bounded_time(
+    trace: Path, collector: tuple[str, type[Collector]]
+) -> None:
+    done = minivllm("export", str(trace), "--otlp", "http://127.0.0.1:9")
+    assert done.returncode == 1 and "cannot be reached" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    url, handler = collector
+    handler.status = 503
+    done = minivllm("export", str(trace), "--otlp", url)
+    assert done.returncode == 1 and "refused the trace: HTTP 503" in done.stderr and "no room" in done.stderr
+    handler.delay_s = 7.0
+    started = time.monotonic()
+    done = minivllm("export", str(trace), "--otlp", url)
+    assert done.returncode == 1 and "did not answer within 5 s" in done.stderr
+    assert time.monotonic() - started < 12
+    for bad in ("localhost:4318", "ftp://x", "http://", "http://x:port"):
+        assert minivllm("export", str(trace), "--otlp", bad).returncode == 2
