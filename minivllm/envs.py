@@ -51,6 +51,8 @@ environment_variables: dict[str, EnvVar] = {
     "MINIVLLM_COLLECTIVE_TIMEOUT_S": EnvVar(float, "120", "how long a rank waits for another one in one collective, in seconds"),
     "MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S": EnvVar(float, "5", "time for workers to leave by themselves, in seconds"),
     "MINIVLLM_WORKER_SIGTERM_TIMEOUT_S": EnvVar(float, "4", "time between SIGTERM and SIGKILL, in seconds"),
+    "MINIVLLM_WORKER_ORPHAN_GRACE_S": EnvVar(float, "0.5", "time for a worker to leave by itself after its parent's death, in seconds"),
+    "MINIVLLM_WORKER_STUCK_TIMEOUT_S": EnvVar(float, "5", "how long a rank may stay in a call that has failed on another rank, in seconds"),
     "MINIVLLM_CPU_KVCACHE_BYTES": EnvVar(int, str(64 << 20), "KV cache budget of one rank on a CPU, in bytes"),
     "MINIVLLM_LOOPBACK_IP": EnvVar(str, "", "address of the rendezvous between local workers"),
 }

@@ -27,6 +27,10 @@ class WorkerStartupError(ExecutorFailedError):
     """A worker did not become ready; the text names its rank, the step it was in, and carries its traceback."""
 
 
+class WorkerStartupTimeout(WorkerStartupError, TimeoutError):
+    """Not all workers became ready in time; the text names those that are missing and the step each is in."""
+
+
 class MessageQueueClosed(RuntimeError):
     """The queue was shut down, or the wait was cancelled; the text is the reason that was given for it."""
 

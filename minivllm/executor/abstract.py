@@ -152,16 +152,20 @@ class Executor(ABC):
     @tracing.instrument("executor.execute_model")
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
-    ) -> ModelRunnerOutput | None | Future[ModelRunnerOutput | None]:
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
         """Compute one step. A result of None means: call sample_tokens next."""
-        return self._step("execute_model", scheduler_output, non_block)
+        output: ModelRunnerOutput | Future[ModelRunnerOutput | None] | None
+        output = self._step("execute_model", scheduler_output, non_block)
+        return output
 
     @tracing.instrument("executor.sample_tokens")
     def sample_tokens(
         self, grammar_output: GrammarOutput | None, non_block: bool = False
-    ) -> ModelRunnerOutput | None | Future[ModelRunnerOutput | None]:
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput | None] | None:
         """Sample the tokens of the step that execute_model has computed."""
-        return self._step("sample_tokens", grammar_output, non_block)
+        output: ModelRunnerOutput | Future[ModelRunnerOutput | None] | None
+        output = self._step("sample_tokens", grammar_output, non_block)
+        return output
 
     def _step(self, method: str, argument: Any, non_block: bool) -> Any:
         return self.collective_rpc(

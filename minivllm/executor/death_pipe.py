@@ -67,8 +67,8 @@ class DeathPipeMonitor:
         self._closers: list[Callable[[], object]] = []
         self._ended = threading.Event()
         self.reason = ""
-        self._thread = threading.Thread(target=self._watch, name="minivllm-death-pipe", daemon=True)
-        self._thread.start()
+        self.thread_name = "minivllm-death-pipe"
+        threading.Thread(target=self._watch, name=self.thread_name, daemon=True).start()
 
     def attach(self, close: Callable[[], object]) -> None:
         """Have `close` called when the pipe fires; now, if it has fired."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from minivllm import tracing
 
 if TYPE_CHECKING:
-    from minivllm.executor.rpc import PendingCall, RpcChannel
+    from minivllm.executor.call import PendingCall
+    from minivllm.executor.rpc import RpcChannel
 
 
 class _Waiters(list[Any]):
@@ -67,7 +68,7 @@ class FutureWrapper(Future[Any]):
     def _wait(self, timeout: float | None) -> None:
         if not self._call.done:
             limit = None if timeout is None else time.monotonic() + timeout
-            with tracing.span("future.result", method=self._call.method, seq=self._call.seq) as step:
+            with tracing.span("future.result", method=self._call.method, seq=self._call.sequence) as step:
                 step.set(drained=self._channel.wait(self._call, limit))
         self.publish()
 

@@ -88,7 +88,9 @@ class RpcChannel:
         self._receive_lock = threading.Lock()
         self._pending: deque[PendingCall] = deque()  # oldest first
         self._in_flight: dict[int, PendingCall] = {}
-        self._asked: tuple[deque[int], ...] = tuple(deque() for _ in self._ranks)  # numbers each rank is to answer
+        self._asked: tuple[deque[int], ...] = tuple(
+            deque() for _ in self._ranks
+        )  # numbers each rank is to answer
         self._failures = [0] * page.world_size  # failures of each rank that have been read
         self._waiting: tuple[int, PendingCall] | None = None
         self._methods: dict[int, str] = {}  # of calls that were given up, for messages
@@ -218,6 +220,15 @@ class RpcChannel:
         if self.on_wait is not None:
             self.on_wait()
 
+    def result(self, call: PendingCall) -> Any:
+        """Wait for a blocking call and give its outcome. A caller that is interrupted gives the call up."""
+        try:
+            self.wait(call)
+        except BaseException:
+            self.abandon(call)
+            raise
+        return call.outcome()
+
     # --- receiving ---------------------------------------------------------------------------------------------
 
     def wait(self, call: PendingCall, limit: float | None = None) -> int:
@@ -340,7 +351,9 @@ class RpcChannel:
             earlier = asked.popleft()
             if earlier != number and (lost := self._in_flight.get(earlier)) is not None:
                 # Only an exception raised into the middle of a dequeue, such as KeyboardInterrupt, can lose one.
-                lost.fail(RuntimeError(f"the response of rank {rank} to {lost.method} was lost in an interrupt"))
+                lost.fail(
+                    RuntimeError(f"the response of rank {rank} to {lost.method} was lost in an interrupt")
+                )
         if status == FAILURE:
             self._failures[rank] = (self._failures[rank] + 1) & FAILURE_MASK
         call = self._in_flight.get(number)
@@ -417,7 +430,8 @@ class RpcChannel:
         queue = self._response_mqs[rank]
         try:
             while (
-                self._asked[rank] or self._words[self._done_index[rank]] >> SEQUENCE_BITS != self._failures[rank]
+                self._asked[rank]
+                or self._words[self._done_index[rank]] >> SEQUENCE_BITS != self._failures[rank]
             ):
                 try:
                     response = queue.dequeue(0)
@@ -562,8 +576,9 @@ class RpcChannel:
         return call.method if call is not None else self._methods.get(number, "an earlier call")
 
     def _describe_timeout(self, call: PendingCall) -> str:
-        return f"RPC {call.method} (seq {call.sequence}) timed out after {call.timeout:g} s: " + self._describe_ranks(
-            call.sequence, call
+        return (
+            f"RPC {call.method} (seq {call.sequence}) timed out after {call.timeout:g} s: "
+            + self._describe_ranks(call.sequence, call)
         )
 
     def _describe_ranks(self, number: int, call: PendingCall | None = None) -> str:

@@ -53,7 +53,7 @@ def get_mp_context() -> MPContext:
             + "; ".join(reasons)
             + ". Use spawn or forkserver"
         )
-    context: MPContext = multiprocessing.get_context(method)  # type: ignore[assignment]
+    context: MPContext = multiprocessing.get_context(method)
     return context
 
 
