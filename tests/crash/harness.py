@@ -29,7 +29,7 @@ class Cell:
 
     Attributes:
         who: "client", "engine", "rank0" or "rank1".
-        phase: "start", "run" or "stop": what the caller is doing when the span is entered.
+        phase: "up" while the engine starts or runs, "stop" while it is being shut down.
         light: whether a worker without a model is enough to reach the span.
     """
 
