@@ -217,9 +217,13 @@ class Executor(ABC):
         """What each rank is doing at this moment."""
 
     @abstractmethod
-    def shutdown(self) -> None:
+    def shutdown(self, hurried: bool = False) -> None:
         """End the workers and give everything back. From any thread, at any time, any number of times; every caller
-        returns after it is done."""
+        returns after it is done.
+
+        Args:
+            hurried: nobody waits for what a busy worker is at: after a failure, or when the caller was interrupted.
+        """
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:

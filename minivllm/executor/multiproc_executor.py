@@ -332,9 +332,9 @@ class MultiprocExecutor(Executor):
 
     _ensure_worker_termination = staticmethod(ensure_worker_termination)
 
-    def shutdown(self) -> None:
+    def shutdown(self, hurried: bool = False) -> None:
         """Release every caller, ask the workers to end, and end those that do not."""
-        self._resources.shutdown()
+        self._resources.shutdown(self._resources.limits.hurried() if hurried else None)
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:

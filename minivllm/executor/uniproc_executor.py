@@ -134,7 +134,7 @@ class UniProcExecutor(Executor):
     def status_snapshot(self) -> list[RankStatus]:
         return [RankStatus(0, os.getpid(), WorkerState.RUNNING, (), 0, 0)]
 
-    def shutdown(self) -> None:
+    def shutdown(self, hurried: bool = False) -> None:
         self._closed = True
         if self._finalizer.alive:
             with tracing.span("executor.shutdown"):
