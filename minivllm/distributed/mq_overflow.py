@@ -20,11 +20,12 @@ from typing import Final
 from minivllm.distributed.shm_ring import LINE_BYTES, ShmRingBuffer
 from minivllm.distributed.shm_segment import SharedSegment
 from minivllm.distributed.wakeup import memory_fence
+from minivllm.exceptions import MessageQueueClosed
 
 # What the slot of an oversized message holds: number, size and token of the segment, whether it serves this message
 # only, and the length of the segment's name, which follows.
 _RECORD: Final = struct.Struct("<IQ16s?H")
-_KEEP_BYTES: Final = 64 << 20
+_KEEP_BYTES: Final = 32 << 20
 _IDLE_LAPS: Final = 64
 
 
@@ -144,41 +145,49 @@ class OverflowWriter:
 class OverflowReader:
     """A reader's view of the writer's segments: attached at first use, dropped when the writer has retired them."""
 
-    __slots__ = ("_ring", "_segments")
+    __slots__ = ("_last", "_ring", "_segments")
 
     def __init__(self, ring: ShmRingBuffer) -> None:
         self._ring = ring
         self._segments: dict[int, tuple[SharedSegment, memoryview]] = {}
+        self._last = (0, False)
 
-    def open(self, record: memoryview) -> tuple[int, memoryview, bool]:
-        """Number, memory and one-off mark of the segment that a slot announces.
+    def open(self, record: memoryview) -> memoryview:
+        """The memory of the segment that a slot announces.
 
         Raises:
-            FileNotFoundError: the writer is gone and took the segment with it.
+            MessageQueueClosed: the writer is gone and took the segment with it.
         """
         number, size, token, one_off, name_bytes = _RECORD.unpack_from(record)
+        self._last = (number, one_off)
         if number not in self._segments:
             name = bytes(record[_RECORD.size : _RECORD.size + name_bytes]).decode()
-            segment = SharedSegment.attach(name, size)
+            try:
+                segment = SharedSegment.attach(name, size)
+            except FileNotFoundError:
+                raise MessageQueueClosed(
+                    f"the writer closed before its message of {size} bytes was read"
+                ) from None
             if segment.mm[:16] != token:
                 segment.close()
-                raise FileNotFoundError(f"{name} is not the announced overflow segment any more")
+                raise MessageQueueClosed(f"{name} is not the announced overflow segment any more")
             self._segments[number] = (segment, memoryview(segment.mm))
-        return number, self._segments[number][1], one_off
+        return self._segments[number][1]
 
-    def done(self, number: int, one_off: bool, slot: int) -> None:
-        """After this reader's flag is set: drop what will not be used again."""
-        segment = self._segments[number][0]
-        if segment.name.startswith("minivllm"):
+    def done(self, slot: int) -> None:
+        """After this reader's flag for the message that was opened last is set: drop what will not be used again."""
+        number, one_off = self._last
+        if number in self._segments:
+            segment = self._segments[number][0]
             memory_fence()
             if self._ring.is_free(slot):
+                # All have attached, and all have read.
                 segment.unlink()
-        if one_off:
-            memory_fence()
-            if self._ring.is_free(slot):
-                # All have read it and it will never be written again: free the pages for everybody.
-                _free_pages(segment.mm)
-            self._drop(number)
+                if one_off:
+                    # It will never be written again: free the pages for everybody, whatever the writer is doing.
+                    _free_pages(segment.mm)
+            if one_off:
+                self._drop(number)
         self.drop_retired()
 
     def drop_retired(self) -> None:

@@ -28,6 +28,7 @@ import secrets
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -70,11 +71,15 @@ def host_ip() -> str:
 
 
 class _Endpoint:
-    """A socket, a pipe that ends its waits from any thread, and the context they live in."""
+    """A socket, a pipe that ends its waits from any thread, and the context they live in.
+
+    Closed by `close`, or when it is garbage, or at exit: the socket first, then the context. (Left to the collector in
+    the other order, a ZMQ context waits for its sockets for ever.)
+    """
 
     def __init__(self, kind: int) -> None:
-        self._context = zmq.Context()
-        self.socket: Any = self._context.socket(kind)
+        context = zmq.Context()
+        self.socket: Any = context.socket(kind)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         # No limits of ZMQ's own: they drop, or block inside send. Credit bounds what is on its way.
@@ -86,6 +91,7 @@ class _Endpoint:
         self.poller = zmq.Poller()
         self.poller.register(self.socket, zmq.POLLIN)
         self.poller.register(self._wake_read, zmq.POLLIN)
+        self.close = weakref.finalize(self, _close, self.socket, context, (self._wake_read, self._wake_write))
 
     def wait(self, deadline: float | None, look_s: float) -> None:
         """Until something has come, `wake` was called, or it is time to look around."""
@@ -108,11 +114,12 @@ class _Endpoint:
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b"\0")
 
-    def close(self) -> None:
-        self.socket.close(linger=_LINGER_MS)
-        self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+
+def _close(sock: Any, context: Any, descriptors: tuple[int, int]) -> None:
+    sock.close(linger=_LINGER_MS)
+    context.term()
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class _Peer:

@@ -16,7 +16,7 @@ from minivllm import envs
 from minivllm.exceptions import MessageQueueClosed
 
 if TYPE_CHECKING:
-    from minivllm.distributed.shm_broadcast import MessageQueue
+    from minivllm.distributed.mq_end import QueueEnd
 
 logger = logging.getLogger("minivllm.distributed.shm_broadcast")
 _ON_WAIT_S = 0.045  # a little under the re-check interval, so that each look of a sleeper calls the hook
@@ -42,7 +42,7 @@ class Patience:
 
     def __init__(
         self,
-        queue: MessageQueue,
+        queue: QueueEnd,
         deadline: float | None,
         describe: Callable[[], str],
         cancel: threading.Event | None = None,
@@ -65,10 +65,10 @@ class Patience:
             raise MessageQueueClosed(f"{queue.title}: the wait was cancelled")
         now = time.monotonic()
         if self.deadline is not None and now >= self.deadline:
-            raise TimeoutError(f"{self.describe()}: timed out after {now - self.started:.3g} s")
+            raise TimeoutError(f"{self.describe()}: timed out after {now - self.started:.2f} s")
         if now >= self.next_warning:
             self.next_warning = now + self.warn_every
-            logger.warning("%s, for %.3g s so far", self.describe(), now - self.started)
+            logger.warning("%s, for %.2f s so far", self.describe(), now - self.started)
         if queue.on_wait is not None and now >= self.next_call:
             self.next_call = now + _ON_WAIT_S
             queue.on_wait()

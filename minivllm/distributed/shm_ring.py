@@ -164,8 +164,8 @@ class ShmRingBuffer:
                     (index + 1) % max_chunks,
                 )
             )
-        self.readers_wake = SpinCondition(mm, _READERS_WAKE, spin_s)
-        self.writer_wake = SpinCondition(mm, _WRITER_WAKE, spin_s)
+        self.readers_wake = SpinCondition(mm, _READERS_WAKE)
+        self.writer_wake = SpinCondition(mm, _WRITER_WAKE)
 
     def handle(self) -> tuple[int, int, int, str]:
         return (self.n_reader, self.max_chunk_bytes, self.max_chunks, self.segment.name)
@@ -174,6 +174,10 @@ class ShmRingBuffer:
 
     def attach(self, reader: int) -> None:
         """Enter this process as reader number `reader`; the last one to come removes the segment's name."""
+        if self.attached(reader):
+            pid = self.reader_pid(reader)
+            self.close()
+            raise RuntimeError(f"local reader {reader} of this message queue has attached before (pid {pid})")
         pid, fd = _IDENTITY.unpack_from(self.mm, 0)[1:]
         sees = self.segment.same_as_descriptor(pid, fd)
         struct.pack_into("<I", self.mm, self._pid_offset(reader), os.getpid())

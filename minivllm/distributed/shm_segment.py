@@ -66,7 +66,7 @@ class SharedSegment:
             fd, name = _create_named()
             unlink = name
         try:
-            _reserve(fd, size, lower)
+            _reserve(fd, size, lower, unlink)
             segment = cls(name, fd, size, None)
         except BaseException:
             os.close(fd)
@@ -85,11 +85,15 @@ class SharedSegment:
         Raises:
             FileNotFoundError: it is not there (any more), or is not the one that was meant.
         """
-        if name.startswith("/"):
-            # The descriptor of another process: O_NONBLOCK so that a number that was reused for a pipe cannot block.
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        else:
-            fd = _posixshmem.shm_open("/" + name, os.O_RDWR, mode=0o600)
+        try:
+            if name.startswith("/"):
+                # The descriptor of another process: O_NONBLOCK since a number that was reused for a pipe must not block.
+                fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            else:
+                fd = _posixshmem.shm_open("/" + name, os.O_RDWR, mode=0o600)
+        except OSError as error:
+            gone = "no such shared memory: its creator is gone, or all its readers have attached before"
+            raise FileNotFoundError(errno.ENOENT, f"{gone} ({error.strerror})", name) from None
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size < size:
@@ -150,7 +154,7 @@ def _create_named() -> tuple[int, str]:
         return fd, name
 
 
-def _reserve(fd: int, size: int, lower: str) -> None:
+def _reserve(fd: int, size: int, lower: str, name: str | None) -> None:
     """Invariant 1. macOS has no posix_fallocate; there ftruncate reserves."""
     try:
         if sys.platform == "darwin":
@@ -160,6 +164,10 @@ def _reserve(fd: int, size: int, lower: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
+        if name is None:
+            raise ConfigError(
+                f"not enough memory: {size} bytes ({size / 2**20:.1f} MiB) are needed for a message; lower {lower}"
+            ) from None
         free = free_bytes()
         known = "" if free is None else f", {free} bytes ({free / 2**20:.1f} MiB) are free"
         raise ConfigError(

@@ -102,11 +102,11 @@ class SpinCondition:
 
     __slots__ = ("_address", "_checks", "_mm", "_word", "flag", "spin_s")
 
-    def __init__(self, mm: mmap.mmap, offset: int, spin_s: float) -> None:
+    def __init__(self, mm: mmap.mmap, offset: int) -> None:
         self._mm = mm
         self._word = offset
         self.flag = offset + FLAG_OFFSET
-        self.spin_s = spin_s
+        self.spin_s = 0.0
         self._checks = _ALONE
         # An address instead of a pointer object: the latter would keep the mapping from being closed.
         anchor = ctypes.c_char.from_buffer(mm, offset)
