@@ -7,7 +7,7 @@ Articles: part 2 §2.3.2, §2.3.3, §2.6
 from __future__ import annotations
 
 from minivllm.timeline import text as words
-from minivllm.timeline.run import Run, failure_note, kind_of
+from minivllm.timeline.run import Run, failure_note, found_nothing, kind_of
 from minivllm.timeline.view import Kind, Mark, Row, View
 from minivllm.trace_store import Process, Span
 
@@ -23,7 +23,7 @@ def has_failure(run: Run) -> bool:
 
 
 def _broken(run: Run) -> list[Span]:
-    return [s for s in run.store.spans() if s.is_error or s.unfinished]
+    return [s for s in run.store.spans() if (s.is_error or s.unfinished) and not found_nothing(s)]
 
 
 def build(run: Run) -> View:

@@ -7,19 +7,22 @@ Articles: part 1 §3–§5, §8, part 2 §2.4.2, §2.4.14
 from __future__ import annotations
 
 from minivllm.timeline import text as words
-from minivllm.timeline.run import Run, last_arrival, sum_note
+from minivllm.timeline.meetings import START_UP_MEETINGS, start_up_meetings
+from minivllm.timeline.run import Run, sum_note
 from minivllm.timeline.view import Kind, Mark, Row, View
 from minivllm.trace_store import Process, Span
 
 # (span, depth of its row), in the order in which a worker goes through them.
 _STEPS = (
     ("worker.bootstrap", 1),
+    ("worker.init_worker", 1),
     ("worker.init_device", 1),
     ("device.bind", 2),
     ("dist.rendezvous", 2),
     ("dist.init_process_group", 2),
     ("dist.new_group", 2),
     ("dist.init_communicator", 2),
+    ("device.memory_snapshot", 2),
     ("runner.init", 2),
     ("worker.load_model", 1),
     ("model.initialize", 2),
@@ -33,23 +36,13 @@ _STEPS = (
     ("runner.warm_up", 1),
     ("runner.capture_model", 1),
 )
-# Steps that no rank can leave before the last one has come.
-_MEETINGS = frozenset(
-    {
-        "dist.rendezvous",
-        "dist.init_process_group",
-        "dist.new_group",
-        "dist.init_communicator",
-        "worker.mq_handshake",
-    }
-)
 # Waiting shorter than this share of the picture is not worth a sentence.
 _WORTH_SAYING = 0.01
 
 
 def build(run: Run) -> View:
     view = View("init", "Initialisation: what each rank did until it could serve")
-    waits = meetings(run)
+    waits = start_up_meetings(run)
     places = _places(run)
     for process in places:
         rows = _rank_rows(run, process, waits)
@@ -68,27 +61,6 @@ def _places(run: Run) -> list[Process]:
     if run.workers or run.options.ranks is not None:
         return run.workers
     return [p for p in run.store.processes() if run.first("worker.init_device", p)]
-
-
-def meetings(run: Run) -> dict[str, Span]:
-    """Span id -> the span of the rank that came last to the same meeting of ranks."""
-    waits: dict[str, Span] = {}
-    for name in _MEETINGS:
-        groups: dict[tuple[object, ...], list[Span]] = {}
-        seen: dict[tuple[object, ...], int] = {}
-        for span in run.all(name):
-            # The n-th meeting of a group on one rank is the n-th meeting of it on the others.
-            what = (span.get("group"), str(span.get("ranks", "")))
-            rank_turn = (*what, span.rank)
-            turn = seen[rank_turn] = seen.get(rank_turn, -1) + 1
-            groups.setdefault((*what, turn), []).append(span)
-        for members in groups.values():
-            if name == "worker.mq_handshake":
-                members = [*members, *run.all("executor.mq_handshake")]
-            last = max(members, key=lambda s: s.start_ns)
-            if last.start_ns == last_arrival(members) and len(members) > 1:
-                waits.update({span.span_id: last for span in members if span is not last})
-    return waits
 
 
 def _rank_rows(run: Run, process: Process, waits: dict[str, Span]) -> list[Row]:
@@ -125,7 +97,7 @@ def _longest(run: Run, places: list[Process]) -> list[str]:
     by_name: dict[str, list[Span]] = {}
     for name, depth in _STEPS:
         spans = [s for p in places for s in run.all(name, p)[:1]]
-        if depth == 1 and spans and name not in _MEETINGS:
+        if depth == 1 and spans and name not in START_UP_MEETINGS:
             by_name[name] = spans
     if not by_name:
         return []

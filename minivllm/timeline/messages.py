@@ -18,15 +18,17 @@ class Messages:
     def __init__(self, run: Run, from_ns: int, to_ns: int) -> None:
         self.readers: dict[str, list[Span]] = {}
         self.sender: dict[str, Span] = {}
-        links = {
-            dequeue.span_id: (dequeue, [link.span_id for link in dequeue.links])
-            for dequeue in run.store.spans("mq.dequeue")
-            if from_ns <= dequeue.end_ns <= to_ns
-        }
-        wanted = {sender for _, senders in links.values() for sender in senders}
-        enqueues = {s.span_id: s for s in run.store.spans("mq.enqueue") if s.span_id in wanted}
-        for dequeue, senders in links.values():
-            for enqueue in (enqueues[sender] for sender in senders if sender in enqueues):
+        enqueues = {s.span_id: s for s in run.store.spans("mq.enqueue") if from_ns <= s.end_ns <= to_ns}
+        # A slot is written again only after all have read it: what lay in it last is what a reader found.
+        in_slot: dict[tuple[object, object], list[Span]] = {}
+        for enqueue in enqueues.values():
+            in_slot.setdefault((enqueue.get("queue"), enqueue.get("slot")), []).append(enqueue)
+        for dequeue in run.store.spans("mq.dequeue"):
+            if not from_ns <= dequeue.end_ns <= to_ns or dequeue.is_error:
+                continue
+            linked = [enqueues[link.span_id] for link in dequeue.links if link.span_id in enqueues]
+            written = in_slot.get((dequeue.get("queue"), dequeue.get("slot")), [])
+            for enqueue in linked or [s for s in written if s.start_ns <= dequeue.end_ns][-1:]:
                 self.readers.setdefault(enqueue.span_id, []).append(dequeue)
                 self.sender[dequeue.span_id] = enqueue
 
@@ -39,12 +41,20 @@ def dequeue_row(run: Run, dequeue: Span, enqueue: Span | None, depth: int, label
     """Waiting until the message was written, then waking up, reading and unpickling it."""
     row = Row(label, run.actor(dequeue.process), depth, span_id=dequeue.span_id)
     start, end = run.at(dequeue.start_ns), run.at(dequeue.end_ns)
-    written = start if enqueue is None else max(start, min(run.at(enqueue.end_ns), end))
+    written = start if enqueue is None else max(start, min(run.at(written_ns(enqueue)), end))
     if written > start:
         row.segments.append(Segment(start, written, Kind.WAIT, "nothing to read"))
     row.segments.append(Segment(written, end, Kind.WORK, "wake, read, unpickle"))
     row.note = words.duration(end - written)
     return row
+
+
+def written_ns(enqueue: Span) -> int:
+    """When the message lay in its slot for all to see (absolute); waking sleepers comes after that."""
+    parts = (enqueue.get("wait_ns"), enqueue.get("copy_ns"))
+    if None in parts:
+        return enqueue.end_ns
+    return min(enqueue.start_ns + sum(int(part) for part in parts), enqueue.end_ns)
 
 
 def slot_text(enqueue: Span) -> str:

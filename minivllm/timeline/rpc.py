@@ -7,13 +7,16 @@ Articles: part 2 §2.3.7, §2.4.10–§2.4.13, §2.5.2
 from __future__ import annotations
 
 from minivllm.exceptions import ConfigError
+from minivllm.timeline import meetings
 from minivllm.timeline import text as words
-from minivllm.timeline.messages import Messages, dequeue_row, slot_text
+from minivllm.timeline.messages import Messages, dequeue_row, slot_text, written_ns
 from minivllm.timeline.run import Run
 from minivllm.timeline.view import Row, View
 from minivllm.trace_store import Process, Span
 
 _MARGIN = 0.03
+# Waiting in collectives shorter than this share of the picture is not worth a sentence.
+_WORTH_SAYING = 0.02
 
 
 def build(run: Run) -> View:
@@ -33,16 +36,20 @@ def build(run: Run) -> View:
     executions = sorted(
         (s for s in run.store.children(call) if s.name == "rpc.execute"), key=lambda s: s.rank or 0
     )
-    messages = Messages(run, call.start_ns, max([call.end_ns, *(s.end_ns for s in executions)]))
+    results = [s for s in run.all("future.result", call.process) if seq is not None and s.get("seq") == seq]
     enqueue = next((s for s in run.store.children(call) if s.name == "mq.enqueue"), None)
-    view.rows += _caller_rows(run, call, enqueue, messages)
+    last = max(s.end_ns for s in [call, *executions, *results])
+    messages = Messages(run, call.start_ns, last)
+    inside = [s for execution in executions for s in run.below(execution)]
+    waits = meetings.collectives(run, inside)
+    view.rows += _caller_rows(run, call, results, enqueue, messages)
     for process in run.workers:
-        view.rows += _worker_rows(run, process, executions, enqueue, messages)
-    ends = [call.end_ns, *(s.end_ns for s in executions)]
-    margin = (max(ends) - call.start_ns) * _MARGIN
-    view.start_ns, view.end_ns = run.at(call.start_ns) - round(margin), run.at(max(ends)) + round(margin)
+        view.rows += _worker_rows(run, process, executions, enqueue, messages, meetings.until(waits))
+    margin = round((last - call.start_ns) * _MARGIN)
+    view.start_ns, view.end_ns = run.at(call.start_ns) - margin, run.at(last) + margin
     view.zero_ns = run.at(call.start_ns)
-    view.explanation = _explain(run, call, executions, enqueue, messages)
+    view.explanation = _explain(run, call, results, executions, enqueue, messages)
+    view.explanation += meetings.sentences(inside, waits, (last - call.start_ns) * _WORTH_SAYING)
     if enqueue is None:
         view.missing.append(run.missing("message", "queue messages (slot, size, who read when)"))
     return view
@@ -77,7 +84,10 @@ def _choose(run: Run, calls: list[Span]) -> Span:
     raise ConfigError(f"--focus {focus}: no such RPC in this trace; {known}")
 
 
-def _caller_rows(run: Run, call: Span, enqueue: Span | None, messages: Messages) -> list[Row]:
+def _caller_rows(
+    run: Run, call: Span, results: list[Span], enqueue: Span | None, messages: Messages
+) -> list[Row]:
+    """The call, and for a call that did not block the future through which its reply was fetched."""
     rows = [run.heading(call.process), run.row(call, 1, f"rpc.call {method_of(call)}")]
     for child in run.store.children(call):
         if child.process is not call.process:
@@ -85,17 +95,28 @@ def _caller_rows(run: Run, call: Span, enqueue: Span | None, messages: Messages)
         row = run.row(child, 2)
         if child is enqueue and slot_text(child):
             row.label = f"mq.enqueue {slot_text(child)}"
-        rows.append(row)
-        for response in run.store.children(child):
-            if response.name == "mq.dequeue":
-                sender = messages.sender.get(response.span_id)
-                label = f"mq.dequeue from rank {sender.rank}" if sender else "mq.dequeue"
-                rows.append(dequeue_row(run, response, sender, 3, label))
+        rows += [row, *_reply_rows(run, child, 3, messages)]
+    for result in results:
+        rows += [run.row(result, 1), *_reply_rows(run, result, 2, messages)]
+    return rows
+
+
+def _reply_rows(run: Run, waiting: Span, depth: int, messages: Messages) -> list[Row]:
+    rows = []
+    for response in run.store.children(waiting):
+        sender = messages.sender.get(response.span_id)
+        if response.name == "mq.dequeue" and sender is not None:
+            rows.append(dequeue_row(run, response, sender, depth, f"mq.dequeue from rank {sender.rank}"))
     return rows
 
 
 def _worker_rows(
-    run: Run, process: Process, executions: list[Span], enqueue: Span | None, messages: Messages
+    run: Run,
+    process: Process,
+    executions: list[Span],
+    enqueue: Span | None,
+    messages: Messages,
+    waits: dict[str, int],
 ) -> list[Row]:
     rows: list[Row] = []
     if enqueue is not None:
@@ -104,18 +125,23 @@ def _worker_rows(
                 rows.append(dequeue_row(run, dequeue, enqueue, 1))
     for execution in executions:
         if execution.process is process:
-            rows += run.tree(execution, 1, {}, process)
+            rows += run.tree(execution, 1, waits, process)
     return [run.heading(process), *rows] if rows else []
 
 
 def _explain(
-    run: Run, call: Span, executions: list[Span], enqueue: Span | None, messages: Messages
+    run: Run,
+    call: Span,
+    results: list[Span],
+    executions: list[Span],
+    enqueue: Span | None,
+    messages: Messages,
 ) -> list[str]:
     sentences: list[str] = []
     if enqueue is not None:
         readers = messages.read(enqueue)
         arrivals = [
-            f"rank {s.rank} had it {words.duration(max(0, s.end_ns - enqueue.end_ns))} after it was written"
+            f"rank {s.rank} had it {words.duration(max(0, s.end_ns - written_ns(enqueue)))} after it was written"
             for s in readers[:4]
         ]
         where = slot_text(enqueue)
@@ -134,30 +160,42 @@ def _explain(
                 f"rank {max(executions, key=lambda s: s.end_ns).rank}"
             )
         sentences.append(text)
-    sentences += _replies(run, call, executions, messages)
+    sentences += _replies(executions, messages)
+    sentences += _waited(run, call, results)
     if call.is_error:
-        sentences.append(f"the call failed: {call.status_message or 'no message'}")
+        sentences.append(
+            f"the call failed: {call.status_message.splitlines()[0] if call.status_message else 'no message'}"
+        )
     return sentences
 
 
-def _replies(run: Run, call: Span, executions: list[Span], messages: Messages) -> list[str]:
-    answers = [s for s in run.below(call) if s.name == "mq.dequeue" and s.process is call.process]
-    repliers = sorted(
-        {r for s in answers if (m := messages.sender.get(s.span_id)) and (r := m.rank) is not None}
-    )
+def _replies(executions: list[Span], messages: Messages) -> list[str]:
+    ran = {s.rank for s in executions if s.rank is not None}
+    # Each rank's first message back after its execution has begun is its reply.
+    replied = {s.rank for s in messages.sender.values() if s.process.role == "worker" and s.rank in ran}
+    if not replied:
+        return []
+    text = f"{words.ranks([r for r in replied if r is not None])} replied"
+    silent = sorted(ran - replied)
+    if silent:
+        text += f"; {words.ranks(silent)} computed the same and sent nothing"
+    return [text]
+
+
+def _waited(run: Run, call: Span, results: list[Span]) -> list[str]:
+    """How long the caller waited, and what a call that did not block gained by that."""
+    name = run.actor(call.process).name
     waits = [s for s in run.store.children(call) if s.name == "rpc.await_responses"]
-    sentences = []
-    if repliers:
-        silent = sorted({s.rank for s in executions} - set(repliers) - {None}, key=lambda r: r or 0)
-        text = f"{words.ranks(repliers)} replied"
-        if silent:
-            text += (
-                f"; {words.ranks([r for r in silent if r is not None])} computed the same and sent nothing"
-            )
-        sentences.append(text)
     if waits:
-        name = run.actor(call.process).name
         waited = sum(s.end_ns - s.start_ns for s in waits)
         share = waited / max(call.end_ns - call.start_ns, 1)
-        sentences.append(f"{name} waited {words.duration(waited)} for it, {share:.0%} of the call")
-    return sentences
+        return [f"{name} waited {words.duration(waited)} for it, {share:.0%} of the call"]
+    if results:
+        first = results[0]
+        text = (
+            f"the call did not block: it returned a future after {words.duration(call.end_ns - call.start_ns)}, and "
+            f"{name} asked for the result {words.duration(max(0, first.start_ns - call.end_ns))} later and waited "
+            f"{words.duration(first.end_ns - first.start_ns)}"
+        )
+        return [text]
+    return []

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 # Spans in which a process does nothing but wait for another one.
 WAITING = frozenset(
-    {"engine_core.ready", "executor.wait_for_ready", "rpc.await_responses", "executor.terminate_graceful"}
+    {
+        "engine_core.ready",
+        "executor.wait_for_ready",
+        "rpc.await_responses",
+        "future.result",
+        "executor.terminate_graceful",
+    }
 )
 
 
@@ -163,7 +169,7 @@ class Run:
             waits: span id -> absolute time up to which that span only waited.
             process: leave out children that ran in another process than this one.
         """
-        rows = [self.row(span, depth, wait_until_ns=waits.get(span.span_id))]
+        rows = [self.row(span, depth, step_label(span), waits.get(span.span_id))]
         if kind_of(span) is not Kind.WORK:
             rows[0].note = rows[0].note or failure_note(span)
         children = self.store.children(span)
@@ -176,7 +182,7 @@ class Run:
                 shared = leaves[child.name]
                 shared.segments += self.segments(child, waits.get(child.span_id))
                 counts[child.name] += 1
-                shared.label = f"{child.name} ×{counts[child.name]}"
+                shared.label = f"{step_label(child)} ×{counts[child.name]}"
                 shared.note = sum_note(shared)
                 continue
             below = self.tree(child, depth + 1, waits, process)
@@ -184,6 +190,14 @@ class Run:
                 leaves[child.name], counts[child.name] = below[0], 1
             rows += below
         return rows
+
+
+def step_label(span: Span) -> str:
+    """The name of a span, for calls and futures with the method they are about."""
+    if span.name in ("rpc.call", "rpc.execute", "future.result"):
+        method = span.attributes.get("rpc.method") or span.get("method")
+        return f"{span.name} {method}" if method else span.name
+    return span.name
 
 
 def sum_note(row: Row) -> str:
@@ -196,9 +210,24 @@ def sum_note(row: Row) -> str:
 def kind_of(span: Span) -> Kind:
     if span.unfinished:
         return Kind.UNFINISHED
+    if found_nothing(span):
+        return Kind.WAIT
     if span.is_error:
         return Kind.ERROR
     return Kind.WAIT if span.name in WAITING else Kind.WORK
+
+
+def found_nothing(span: Span) -> bool:
+    """A look into a queue that ended without a message, by its deadline or because the queue was closed.
+
+    Whoever asked decides whether that is a failure, and its own span says so.
+    """
+    if span.name != "mq.dequeue" or not span.is_error:
+        return False
+    return str(span.attributes.get("error.type", "")).rpartition(".")[2] in (
+        "TimeoutError",
+        "MessageQueueClosed",
+    )
 
 
 def failure_note(span: Span) -> str:

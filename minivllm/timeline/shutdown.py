@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from minivllm.timeline import text as words
 from minivllm.timeline.run import Run
-from minivllm.timeline.view import Mark, Row, View
-from minivllm.trace_store import Process
+from minivllm.timeline.view import Mark, Row, Segment, View
+from minivllm.trace_store import Process, Span
 
 _LEVELS = ("executor.terminate_graceful", "executor.terminate_sigterm", "executor.terminate_sigkill")
 
@@ -47,22 +47,20 @@ def _worker_rows(run: Run, process: Process) -> list[Row]:
         rows.append(run.row(span))
     for span in run.all("worker.shutdown", process):
         rows += run.tree(span, 1, {}, process)
-    life = next((s for s in run.all("worker.process") if s.rank == process.rank), None)
-    main = run.first("worker.main", process)
     heading = run.heading(process)
+    life, main = _life(run, process), run.first("worker.main", process)
     if life is not None:
-        heading.note = _exit_text(life.attributes)
+        heading.note = str(life.get("ended") or heading.note)
         heading.marks.append(Mark(run.at(life.end_ns), "event", "the parent saw it end"))
-    elif main is not None:
-        heading.marks.append(Mark(run.at(main.end_ns), "event", "end of worker_main"))
+        if main is not None and not main.unfinished and rows:
+            leaving = Segment(run.at(main.end_ns), max(run.at(life.end_ns), run.at(main.end_ns)))
+            rows.append(Row("interpreter exits", run.actor(process), 1, [leaving]))
     return [heading, *rows] if rows else []
 
 
-def _exit_text(attributes: dict[str, object]) -> str:
-    signal, code = attributes.get("minivllm.signal"), attributes.get("process.exit.code")
-    if signal:
-        return str(signal)
-    return f"exit {code}" if code is not None else ""
+def _life(run: Run, process: Process) -> Span | None:
+    """The span in which the parent watched this process; None while it has not ended."""
+    return next((s for s in run.all("worker.process") if s.rank == process.rank and not s.unfinished), None)
 
 
 def _explain(run: Run) -> list[str]:
@@ -73,14 +71,27 @@ def _explain(run: Run) -> list[str]:
         sentences.append(
             f"{name} had shut its executor down after {words.duration(shutdown.end_ns - shutdown.start_ns)}"
         )
-    ends = [(s.end_ns - s.start_ns, s.rank or 0) for p in run.workers for s in run.all("worker.shutdown", p)]
+    ends = sorted(
+        (s.end_ns - s.start_ns, s.rank or 0) for p in run.workers for s in run.all("worker.shutdown", p)[:1]
+    )
     if len(ends) > 1:
-        longest = max(ends)
         sentences.append(
-            f"the workers closed down side by side; rank {longest[1]} took longest ({words.duration(longest[0])})"
+            f"the workers closed down side by side, in {words.duration(ends[0][0])} to {words.duration(ends[-1][0])}"
         )
-    used = [name for name in _LEVELS if _did_something(run, name)]
-    if used == [_LEVELS[0]] or (not used and run.first(_LEVELS[0])):
+    exits = [
+        (life.end_ns - main.end_ns, process.rank or 0)
+        for process in run.workers
+        if (life := _life(run, process))
+        and (main := run.first("worker.main", process))
+        and not main.unfinished
+    ]
+    if exits and max(exits)[0] > 0:
+        sentences.append(
+            f"after its last instruction rank {max(exits)[1]} took {words.duration(max(exits)[0])} to leave "
+            "(interpreter and libraries shut down)"
+        )
+    used = [name for name in _LEVELS if run.first(name)]
+    if used == [_LEVELS[0]]:
         sentences.append(
             "all workers left by themselves when their death pipes were closed; no signal was needed"
         )
@@ -91,9 +102,3 @@ def _explain(run: Run) -> list[str]:
     elif _LEVELS[1] in used:
         sentences.append("some worker did not leave by itself in time and got SIGTERM")
     return sentences
-
-
-def _did_something(run: Run, name: str) -> bool:
-    """Whether a level of the termination had a worker to deal with."""
-    spans = run.all(name)
-    return any(s.get("ranks") or s.get("alive") for s in spans)

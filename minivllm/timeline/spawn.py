@@ -9,7 +9,9 @@ from __future__ import annotations
 from minivllm.timeline import text as words
 from minivllm.timeline.run import Run, last_arrival
 from minivllm.timeline.view import Kind, Mark, Row, Segment, View
-from minivllm.trace_store import Process, Span
+from minivllm.trace_store import Process
+
+_WORKER_STEPS = ("worker.bootstrap", "worker.init", "worker.send_ready", "worker.mq_handshake")
 
 
 def build(run: Run) -> View:
@@ -72,7 +74,7 @@ def _parent_rows(run: Run, parent: Process, core: Process | None) -> list[Row]:
 
 def _worker_rows(run: Run, process: Process) -> list[Row]:
     rows = [run.heading(process)]
-    for name in ("worker.bootstrap", "worker.init", "worker.send_ready", "worker.mq_handshake"):
+    for name in _WORKER_STEPS:
         span = run.first(name, process)
         if span is None:
             continue
@@ -164,26 +166,27 @@ def _order_of_ready(ready: dict[int, int]) -> str:
     return f"READY came in the order {words.listing([str(r) for r in order])}; rank {last} was last, {lead} after rank {first}"
 
 
+_GLOSS = {
+    "worker.bootstrap": "interpreter and imports",
+    "worker.init_worker": "importing the worker class, and with it torch",
+    "worker.init_device": "device, process groups and runner",
+    "worker.load_model": "model and weights",
+}
+
+
 def _longest_phase(run: Run) -> str:
     """Which part of the workers' way to READY took longest."""
-    phases: dict[str, list[Span]] = {}
-    for name in ("worker.bootstrap", "worker.init_device", "worker.load_model"):
-        phases[name] = [s for p in run.workers for s in run.all(name, p)[:1]]
-    phases = {name: spans for name, spans in phases.items() if spans}
+    phases = [
+        phase
+        for process in run.workers
+        for outer in run.all("worker.init", process)[:1]
+        for phase in [*run.all("worker.bootstrap", process)[:1], *run.store.children(outer)]
+    ]
     if not phases:
         return ""
-
-    def longest(spans: list[Span]) -> Span:
-        return max(spans, key=lambda s: s.end_ns - s.start_ns)
-
-    name, spans = max(phases.items(), key=lambda item: longest(item[1]).end_ns - longest(item[1]).start_ns)
-    span = longest(spans)
-    gloss = {
-        "worker.bootstrap": "interpreter and imports",
-        "worker.init_device": "device, process groups and runner",
-        "worker.load_model": "the weights",
-    }[name]
+    longest = max(phases, key=lambda s: s.end_ns - s.start_ns)
+    gloss = f" ({_GLOSS[longest.name]})" if longest.name in _GLOSS else ""
     return (
-        f"the longest part of a worker's way to READY was {name} ({gloss}): "
-        f"{words.duration(span.end_ns - span.start_ns)} on rank {span.rank}"
+        f"the longest part of a worker's way to READY was {longest.name}{gloss}: "
+        f"{words.duration(longest.end_ns - longest.start_ns)} on rank {longest.rank}"
     )

@@ -7,12 +7,15 @@ Articles: part 1 §2, §8.3, part 2 §2.3.4, §2.3.10
 from __future__ import annotations
 
 from minivllm.exceptions import ConfigError
+from minivllm.timeline import meetings
 from minivllm.timeline import text as words
-from minivllm.timeline.messages import Messages
-from minivllm.timeline.rpc import method_of
+from minivllm.timeline.messages import Messages, written_ns
 from minivllm.timeline.run import Run
 from minivllm.timeline.view import View
 from minivllm.trace_store import Span
+
+# Waiting in collectives shorter than this share of the picture is not worth a sentence.
+_WORTH_SAYING = 0.02
 
 
 def build(run: Run) -> View:
@@ -22,14 +25,15 @@ def build(run: Run) -> View:
         view.missing.append(run.missing("rpc", "engine steps"))
         return view
     step = _choose(run, steps)
-    number = steps.index(step)
     view.title = (
-        f"One engine step across processes: step {number} of {len(steps)}, "
+        f"One engine step across processes: step {steps.index(step)} (they go from 0 to {len(steps) - 1}), "
         f"{words.instant(run.at(step.start_ns), 3)} after the start of the run"
     )
     executions = [s for s in run.below(step) if s.name == "rpc.execute"]
     messages = Messages(run, step.start_ns, max([step.end_ns, *(s.end_ns for s in executions)]))
-    waits = {d: e.end_ns for d, e in messages.sender.items()}
+    inside = [s for execution in executions for s in run.below(execution)]
+    met = meetings.collectives(run, inside)
+    waits = {d: written_ns(e) for d, e in messages.sender.items()} | meetings.until(met)
     view.rows += [run.heading(step.process), *run.tree(step, 1, waits, step.process)]
     for process in run.workers:
         own = sorted((s for s in executions if s.process is process), key=lambda s: s.start_ns)
@@ -37,12 +41,11 @@ def build(run: Run) -> View:
             continue
         view.rows.append(run.heading(process))
         for execution in own:
-            rows = run.tree(execution, 1, waits, process)
-            rows[0].label = f"rpc.execute {method_of(execution)}"
-            view.rows += rows
+            view.rows += run.tree(execution, 1, waits, process)
     view.fit()
     view.zero_ns = run.at(step.start_ns)
     view.explanation = _explain(run, step, executions)
+    view.explanation += meetings.sentences(inside, met, (view.end_ns - view.start_ns) * _WORTH_SAYING)
     return view
 
 
@@ -79,6 +82,7 @@ def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
     for name, what in (
         ("scheduler.schedule", "scheduling"),
         ("rpc.await_responses", "waiting for the workers"),
+        ("future.result", "waiting for the workers"),
         ("scheduler.update_from_output", "taking in the new tokens"),
     ):
         spans = [s for s in inside if s.name == name and s.process is step.process]
@@ -93,14 +97,6 @@ def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
         if len(forwards) > 1:
             text += f" and {words.duration(forwards[0].end_ns - forwards[0].start_ns)} on rank {forwards[0].rank or 0}"
         sentences.append(text)
-    reduces = [s for s in inside if s.name == "dist.all_reduce"]
-    per_rank = {s.rank: sum(r.end_ns - r.start_ns for r in reduces if r.rank == s.rank) for s in reduces}
-    if per_rank:
-        each = len(reduces) // len(per_rank)
-        times = [
-            f"{words.duration(t)} on rank {r}" for r, t in sorted(per_rank.items(), key=lambda i: i[0] or 0)
-        ]
-        sentences.append(f"{each} all-reduces per rank took {words.listing(times[:4])}")
     if executions:
         last = max(executions, key=lambda s: s.end_ns)
         sentences.append(
