@@ -34,7 +34,7 @@ _CPU_PROFILE_TOKENS = 256
 
 
 def _abort_peers_on_error(step: F) -> F:
-    """A step that fails in the middle leaves its peers waiting in a collective; let them fail, too."""
+    """Whoever fails in the middle of a step leaves its peers waiting in a collective; let them fail at once, too."""
 
     @functools.wraps(step)
     def wrapper(self: Worker, *args: Any) -> Any:
@@ -114,6 +114,7 @@ class Worker(WorkerBase):
                 )
             self._runner = GPUModelRunner(self.vllm_config, self.device)
 
+    @_abort_peers_on_error
     @tracing.instrument("worker.load_model")
     def load_model(self) -> None:
         self.model_runner.load_model()
@@ -124,6 +125,7 @@ class Worker(WorkerBase):
             s.set(layers=len(specs), bytes_per_block=sum(spec.page_size_bytes for spec in specs.values()))
             return specs
 
+    @_abort_peers_on_error
     def determine_available_memory(self) -> int:
         """Bytes for this rank's KV cache, after a dummy forward pass that shows what the rest needs.
 
@@ -158,9 +160,11 @@ class Worker(WorkerBase):
                 )
             return available
 
+    @_abort_peers_on_error
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
+    @_abort_peers_on_error
     def compile_or_warm_up_model(self) -> None:
         with tracing.span("runner.warm_up") as s:
             s.set(steps=", ".join(warm_up(self.model_runner)))

@@ -119,11 +119,9 @@ class RowParallelLinear(Layer):
         self.all_reduce = tp.all_reduce
         self.reduce_results = tp.world_size > 1
         self.weight = empty_parameter(output_size, self.columns, dtype=dtype, device=device)
-        # Each rank's bias would be counted once per rank.
-        self.bias = (
-            empty_parameter(output_size, dtype=dtype, device=device) if bias and tp.is_first_rank else None
-        )
-        self.has_bias = bias
+        self.bias = empty_parameter(output_size, dtype=dtype, device=device) if bias else None
+        # Added on one rank only, before the sum over the ranks.
+        self.adds_bias = tp.is_first_rank
 
     def load_weight(self, name: str, weight: WeightSlice, shard_id: str | int | None) -> None:
         if name == "bias":
@@ -134,5 +132,5 @@ class RowParallelLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, this rank's columns]` → `[num_tokens, output_size]`, the same on all ranks."""
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight, self.bias if self.adds_bias else None)
         return self.all_reduce(y) if self.reduce_results else y
