@@ -29,6 +29,7 @@ from minivllm.tracing import spans as _spans
 from minivllm.tracing.board import BOARD_BYTES, read_board
 from minivllm.tracing.failpoints import FailpointError
 from minivllm.tracing.files import TraceFiles
+from minivllm.tracing.parents import parents as _parents
 from minivllm.tracing.place import find_site
 from minivllm.tracing.process import ROLES, clock, identity, renew_identity
 from minivllm.tracing.recorder import recorder as _recorder
@@ -133,8 +134,8 @@ def configure(
         clock.adopt(variables.get("MINIVLLM_TRACE_ANCHOR", ""))
         started = variables.get("MINIVLLM_TRACE_START", "")
         _started_ns = int(started) if started.isdigit() else 0
-        _spans._settings.parent = context.parse_traceparent(variables.get("TRACEPARENT", "")) or (
-            _spans._settings.forked_from
+        _parents.inherited = (
+            context.parse_traceparent(variables.get("TRACEPARENT", "")) or _parents.forked_from
         )
         _open_files(trace_dir if new_level else None)
         if new_level and not _exports and any(name.startswith("OTEL_") for name in os.environ):
@@ -247,6 +248,8 @@ def shutdown() -> None:
         _apply(OFF)
     _recorder.stop()
     with _recorder.lock:
+        if _recorder.files is not None:
+            _recorder.files.remove_table()
         _open_files(None)
     for export in _exports:
         export.close()

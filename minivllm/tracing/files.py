@@ -51,7 +51,8 @@ class TraceFiles:
         self._journal_fd = os.open(self.directory / f"{stem}.journal.jsonl", _APPEND, 0o644)
         # Held until the process is gone: the reader tells a span still open from one that will never end by it.
         _lock(self._journal_fd)
-        self.table = OpenTable(self.directory / f"{stem}.open", identity.pid, clock.offset_ns)
+        self._table_path = self.directory / f"{stem}.open"
+        self.table = OpenTable(self._table_path, identity.pid, clock.offset_ns)
         self._failed = False
         self._resource = ""
         self.write_resource()
@@ -98,6 +99,10 @@ class TraceFiles:
             if not self._failed:
                 self._failed = True
                 logger.warning("trace of %s is incomplete: %s: %s", identity.role, self.directory, error)
+
+    def remove_table(self) -> None:
+        """At a clean end: everything is in the other files."""
+        self._table_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close all files; the lock goes with them."""

@@ -25,6 +25,7 @@ from minivllm.tracing import context, failpoints
 from minivllm.tracing.board import Board
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
 from minivllm.tracing.open_table import END, END_OFFSET, SLOT
+from minivllm.tracing.parents import parents
 from minivllm.tracing.place import NOWHERE, Site, ThreadLocal, ThreadState, find_site, make_site
 from minivllm.tracing.recorder import recorder
 from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
@@ -33,17 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 STATUS_UNSET, STATUS_OK, STATUS_ERROR = 0, 1, 2
 
 
-class _Settings:
-    """Read at the slow places; the hot path reads the module's globals below."""
-
-    parent: context.Parent | None = None  # from TRACEPARENT
-    forked_from: context.Parent | None = None  # open in the parent when this process was forked
-    trace_id: bytes = b""  # of spans that have no parent at all
-    roots: list[Span] = []  # noqa: RUF012 - open spans that adopt spans of threads without one
-
-
 _local = ThreadLocal()
-_settings = _Settings()
 _level = OFF
 _enabled: dict[str, SpanSpec] = {}
 _hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
@@ -195,15 +186,15 @@ class _Root(Span, gc=False, eq=False):
     """A span that is the parent of what threads without an open span record."""
 
     def end(self) -> None:
-        if self in _settings.roots:
-            _settings.roots.remove(self)
+        if self in parents.roots:
+            parents.roots.remove(self)
         super().end()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if self in _settings.roots:
-            _settings.roots.remove(self)
+        if self in parents.roots:
+            parents.roots.remove(self)
         super().__exit__(exc_type, exc, tb)
 
 
@@ -282,7 +273,7 @@ def span(
         trace_id = outer.trace_id
         parent_id = outer.span_id
     else:
-        trace_id, parent_id = _find_parent(None, entry)
+        trace_id, parent_id = parents.find(None, name)
     span_id = next(_ids)
     start_ns = monotonic_ns()
     slot = 0
@@ -400,7 +391,7 @@ def _start(
     """Make and note a recorded span. root: adopts spans of other threads; None: if its thread is the main one."""
     outer = thread.current
     if parent or outer is None or not outer.span_id:
-        trace_id, parent_id = _find_parent(parent, entry)
+        trace_id, parent_id = parents.find(parent, entry.name)
     else:
         trace_id, parent_id = outer.trace_id, outer.span_id
     span_id = next(_ids)
@@ -417,7 +408,7 @@ def _start(
     )
     _open[span_id] = item
     if root:
-        _settings.roots.append(item)
+        parents.roots.append(item)
     if entry.level == LIFECYCLE and recorder.files is not None:
         with recorder.lock:
             if recorder.files is not None:
@@ -469,29 +460,8 @@ def pack_context() -> bytes:
     item = _local.thread.current
     if item is not None and item.span_id:
         return context.pack(item.trace_id, item.span_id)
-    parent = default_parent()
+    parent = parents.default()
     return context.pack(*parent) if parent is not None else b""
-
-
-def default_parent() -> context.Parent | None:
-    """Parent of spans in threads that have none open: an open root of this process, else TRACEPARENT's."""
-    if _settings.roots:
-        root = _settings.roots[-1]
-        return root.trace_id, root.span_id
-    return _settings.parent
-
-
-def _find_parent(packed: bytes | None, entry: SpanSpec) -> context.Parent:
-    if packed:
-        return context.unpack(packed)
-    if entry.name == "run":
-        # A run is a trace of its own unless the caller has one; an older run still open is no parent.
-        return context.active_opentelemetry_parent() or _settings.parent or (context.new_trace_id(), 0)
-    parent = default_parent()
-    if parent is None:
-        _settings.trace_id = _settings.trace_id or context.new_trace_id()
-        return _settings.trace_id, 0
-    return parent
 
 
 def _fire(item: Span, entry: SpanSpec | None = None) -> None:
@@ -575,8 +545,6 @@ def forget() -> None:
     _ids = context.new_span_ids()
     _board = _board_thread = None  # not released: the memory belongs to the parent's mapping
     packed = pack_context()
-    if packed:
-        _settings.parent = _settings.forked_from = context.unpack(packed)
-    _settings.roots.clear()
+    parents.forget(context.unpack(packed) if packed else None)
     _local.thread = ThreadState()
     recorder.forget()
