@@ -30,7 +30,7 @@ _NOISE = re.compile(
 )
 # The reference writes literals as "name"; a quotation in prose is rare once the typographic quotes are gone.
 _LITERAL = re.compile(r'"([^"\n]+)"')
-_EMPHASIS = re.compile(r"(?<![\w*\"])\*{1,2}(\w[\w .\-]{0,30})\*{1,2}(?![\w*\"])")
+_EMPHASIS = re.compile(r"(?<![\w*\"])\*{1,2}(\w[\w .:\-]{0,40})\*{1,2}(?![\w*\"])")
 
 
 def _clean_prose(paragraph: str) -> str:

@@ -63,10 +63,10 @@ knows nothing else. Much of its training text it knows by heart.
 |---|---|
 | text | the Python {python} language reference as shipped in `pydoc_data.topics`: {sections} sections, {characters:,} characters after cleaning; {held_out_sections} sections held out |
 | tokenizer | byte-level BPE trained on the same text; `<|endoftext|>` ends a text |
-| steps | {steps} of 2048 tokens, {epochs:.0f} times through the {train_tokens:,} training tokens, in {minutes:.0f} minutes |
-| optimizer | AdamW, learning rate {learning_rate:g} with {warmup_steps} warm-up steps and cosine decay, weight decay {weight_decay:g}, dropout {dropout:g}, float32 |
+| steps | {steps} of 2048 tokens, {epochs:.0f} times through the {train_tokens:,} training tokens, in {minutes:.0f} processor minutes |
+| optimizer | AdamW, learning rate {learning_rate:g} with {warmup_steps} warm-up steps and cosine decay, weight decay {weight_decay:g}, {corruption:.0%} of the input tokens replaced by random ones, float32 |
 | machine | {machine}, {threads} thread(s), torch {torch} |
-| loss of the last steps, with dropout | {last_loss:.3f} nats per token |
+| loss of the last steps, with replaced tokens | {last_loss:.3f} nats per token |
 | loss of the bfloat16 weights on the training text | {train_loss:.3f} |
 | loss of the bfloat16 weights on the held-out sections | {held_out_loss:.3f} |
 
@@ -77,11 +77,6 @@ generalises.
 
 {samples}
 """
-
-
-def _paragraph_starts(text: str, offsets: list[tuple[int, int]]) -> list[int]:
-    """Indices of the tokens with which a paragraph of `text` starts."""
-    return [i for i, (start, _) in enumerate(offsets) if start == 0 or text[start - 2 : start] == "\n\n"]
 
 
 def _sample(model: training.TrainingQwen3, tokenizer: Tokenizer, prompt: str) -> str:
@@ -104,7 +99,6 @@ def train_bundled_checkpoint(
     texts = corpus.documents()
     train_texts, held_out_texts = corpus.split(texts, held_out=HELD_OUT, seed=seed)
     tokenizer = corpus.train_tokenizer(texts, VOCAB_SIZE)
-    end_of_text = corpus.end_of_text_id(tokenizer)
     config = make_config(
         architecture="Qwen3ForCausalLM",
         hidden_size=256,
@@ -120,14 +114,10 @@ def train_bundled_checkpoint(
         rms_norm_eps=1e-6,
         attention_bias=False,
         dtype="bfloat16",
-        end_of_text=end_of_text,
+        end_of_text=corpus.end_of_text_id(tokenizer),
     )
     write_tokenizer(directory, tokenizer, config["max_position_embeddings"])
     write_json(directory / "config.json", config)
-    encodings = [tokenizer.encode(text) for text in train_texts]
-    starts = [_paragraph_starts(text, e.offsets) for text, e in zip(train_texts, encodings, strict=True)]
-    documents = [encoding.ids for encoding in encodings]
-    held_out = [encoding.ids for encoding in tokenizer.encode_batch(held_out_texts)]
 
     def save(model: training.TrainingQwen3) -> None:
         weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
@@ -135,14 +125,13 @@ def train_bundled_checkpoint(
 
     options = training.TrainingOptions(steps=steps, seed=seed, threads=threads)
     model, minutes, last_loss = training.train(
-        config, documents, starts, held_out, options, end=end_of_text, save=save, log_path=log_path
+        config, tokenizer, train_texts, held_out_texts, options, save=save, log_path=log_path
     )
     save(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
-    model.eval()
-    train_tokens = sum(map(len, documents))
+    train_tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch(train_texts))
     readme = _README.format(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=config["num_hidden_layers"],
@@ -158,8 +147,8 @@ def train_bundled_checkpoint(
         python=platform.python_version(),
         torch=torch.__version__,
         last_loss=last_loss,
-        train_loss=training.mean_loss(model, documents, end_of_text),
-        held_out_loss=training.mean_loss(model, held_out, end_of_text),
+        train_loss=training.mean_loss(model, train_texts, tokenizer),
+        held_out_loss=training.mean_loss(model, held_out_texts, tokenizer),
         samples="\n\n".join(_sample(model, tokenizer, prompt) for prompt in SAMPLE_PROMPTS),
         **{key: config[key] for key in ("hidden_size", "head_dim", "vocab_size")},
         **vars(options),

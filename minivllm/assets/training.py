@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +28,20 @@ from rich.progress import (
 )
 from torch import Tensor, nn
 
-# Sequence lengths of a training step, in turn. Most steps are short because attention's cost grows with length;
-# the long ones teach the positions up to the 1024 that the configuration promises. Every step has 2048 tokens.
-_STEP_LENGTHS = (256, 512, 256, 256, 512, 256, 256, 1024)
+from minivllm.assets.corpus import end_of_text_id
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Sequence lengths of a training step, in turn; every step has STEP_TOKENS tokens. Half of the steps are short, so that
+# many sequences start anew: a prompt has no text before it. The long ones teach the positions up to the 1024 that the
+# configuration promises.
+_STEP_LENGTHS = (64, 256, 64, 512, 128, 256, 64, 1024)
 STEP_TOKENS = 2048
+
+# Where windows start: at paragraphs, sentences, words; and the share of each.
+_WINDOW_STARTS = (r"(?<=\n\n)(?=\S)", r"(?<=[.:] )(?=[A-Z])|(?<=\n\n)(?=[A-Z])", r"(?<=\s)(?=\S)")
+_WINDOW_SHARES = (0.4, 0.4, 0.2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -43,7 +54,6 @@ class _Attention(nn.Module):
         super().__init__()
         hidden, self.head_dim = config["hidden_size"], config["head_dim"]
         query, kv = config["num_attention_heads"], config["num_key_value_heads"]
-        self.dropout = config["training_dropout"]
         self.q_proj = nn.Linear(hidden, query * self.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden, kv * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv * self.head_dim, bias=False)
@@ -60,21 +70,21 @@ class _Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             _rotate(q, cos, sin), _rotate(k, cos, sin), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
-        return F.dropout(self.o_proj(out.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
 
 
 class _MLP(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         hidden, inner = config["hidden_size"], config["intermediate_size"]
-        self.dropout = config["training_dropout"]
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.up_proj = nn.Linear(hidden, inner, bias=False)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return F.dropout(out, self.dropout, self.training)
+        return out
 
 
 class _Layer(nn.Module):
@@ -102,7 +112,7 @@ class _Model(nn.Module):
 class TrainingQwen3(nn.Module):
     """A Qwen3 with tied embeddings whose `state_dict` has the names that transformers and vLLM read.
 
-    `config` is the dictionary of config.json plus `training_dropout`, the dropout after each attention and MLP.
+    `config` is the dictionary of config.json.
     """
 
     cos: Tensor
@@ -132,10 +142,9 @@ class TrainingQwen3(nn.Module):
             x = layer(x, cos, sin)
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
-    def loss(self, token_ids: Tensor) -> Tensor:
-        """Mean cross entropy, in nats per token, of `token_ids` `[batch, length + 1]`."""
-        logits = self(token_ids[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), token_ids[:, 1:].flatten())
+    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy, in nats per token; both arguments are token ids `[batch, length]`."""
+        return F.cross_entropy(self(token_ids).flatten(0, 1), targets.flatten())
 
     @torch.inference_mode()
     def continue_greedily(self, token_ids: Sequence[int], max_tokens: int, *, end: int) -> list[int]:
@@ -157,30 +166,33 @@ class TrainingOptions:
     seed: int
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
-    dropout: float = 0.1
+    corruption: float = 0.1  # share of the input tokens that are replaced by random ones
     warmup_steps: int = 100
     threads: int = 1
     save_every: int = 200
 
 
 class _Batches:
-    """Windows of the documents, half of them from a paragraph's start so that prompts look familiar."""
+    """Windows of the texts, most of which start where a paragraph or a sentence does, as prompts do."""
 
-    def __init__(
-        self, documents: Sequence[Sequence[int]], starts: Sequence[Sequence[int]], end: int, seed: int
-    ) -> None:
-        self._documents, self._starts, self._end = documents, starts, end
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, seed: int) -> None:
+        self._texts, self._tokenizer = texts, tokenizer
+        self._end = end_of_text_id(tokenizer)
         self._random = random.Random(seed)
-        self._weights = [len(document) for document in documents]
+        self._lengths = [len(text) for text in texts]
+        self._starts = [
+            [[0, *(match.start() for match in re.finditer(pattern, text))] for pattern in _WINDOW_STARTS]
+            for text in texts
+        ]
 
     def _window(self, length: int) -> list[int]:
-        (index,) = self._random.choices(range(len(self._documents)), self._weights)
-        document = self._documents[index]
-        whole = self._random.random() < 0.5
-        start = self._random.choice(self._starts[index]) if whole else self._random.randrange(len(document))
-        window = [*document[start : start + length], self._end]
+        (index,) = self._random.choices(range(len(self._texts)), self._lengths)
+        (starts,) = self._random.choices(self._starts[index], _WINDOW_SHARES)
+        start = self._random.choice(starts)
+        # No token is longer than 16 characters on average, so that this never cuts a window short.
+        window = [*self._tokenizer.encode(self._texts[index][start : start + 16 * length]).ids, self._end]
         while len(window) < length:
-            window += [*self._random.choice(self._documents), self._end]
+            window += [*self._tokenizer.encode(self._random.choice(self._texts)).ids, self._end]
         return window[:length]
 
     def next(self, length: int) -> Tensor:
@@ -189,38 +201,34 @@ class _Batches:
 
 
 @torch.inference_mode()
-def mean_loss(model: TrainingQwen3, documents: Sequence[Sequence[int]], end: int) -> float:
-    """Nats per token over `documents`, each from its start and cut to 1024 tokens."""
-    model.eval()
+def mean_loss(model: TrainingQwen3, texts: Sequence[str], tokenizer: Tokenizer) -> float:
+    """Nats per token over `texts`, each from its start and cut to 1024 tokens."""
     total, count = 0.0, 0
-    for document in documents:
-        ids = torch.tensor([[*document, end][:1024]])
-        total += model.loss(ids).item() * (ids.shape[1] - 1)
+    for encoding in tokenizer.encode_batch(list(texts)):
+        ids = torch.tensor([[*encoding.ids, end_of_text_id(tokenizer)][:1025]])
+        total += model.loss(ids[:, :-1], ids[:, 1:]).item() * (ids.shape[1] - 1)
         count += ids.shape[1] - 1
-    model.train()
     return total / count
 
 
 def train(
     config: dict[str, Any],
-    documents: Sequence[Sequence[int]],
-    starts: Sequence[Sequence[int]],
-    held_out: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    held_out: Sequence[str],
     options: TrainingOptions,
     *,
-    end: int,
     save: Callable[[TrainingQwen3], None],
     log_path: Path,
 ) -> tuple[TrainingQwen3, float, float]:
-    """Train from scratch; returns the float32 model, the minutes it took, and the mean loss of the last steps.
+    """Train from scratch; returns the float32 model, the processor minutes it took, and the mean loss of the last steps.
 
-    `documents` and `held_out` are token ids; `starts[i]` are the indices at which a paragraph of `documents[i]`
-    starts; `end` is the id of the end-of-text token. `save` is called every `options.save_every` steps, and
-    `log_path` gets one line for each progress report.
+    `save` is called every `options.save_every` steps, and `log_path` gets one line for each progress report, from
+    time to time with the loss on the texts of `held_out`.
     """
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    model = TrainingQwen3(config | {"training_dropout": options.dropout})
+    model = TrainingQwen3(config)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -232,7 +240,7 @@ def train(
         betas=(0.9, 0.95),
         fused=True,
     )
-    batches = _Batches(documents, starts, end, options.seed)
+    batches = _Batches(texts, tokenizer, options.seed)
     console = Console()
     progress = Progress(
         TextColumn("[bold]training"),
@@ -245,6 +253,7 @@ def train(
         speed_estimate_period=120,
     )
     started = window_start = time.monotonic()
+    processor_started = time.process_time()
     window_losses: list[float] = []
     mean = math.nan
     with progress, log_path.open("w", encoding="utf-8") as log:
@@ -254,7 +263,12 @@ def train(
             decay = 0.5 * (1 + math.cos(math.pi * step / options.steps))
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate * warm * (0.02 + 0.98 * decay)
-            loss = model.loss(batches.next(_STEP_LENGTHS[step % len(_STEP_LENGTHS)]))
+            ids = batches.next(_STEP_LENGTHS[step % len(_STEP_LENGTHS)])
+            # A prompt of the reader's leads off the text that the model knows. One that has learnt to predict from
+            # imperfect text finds its way back to a sentence; one that has not writes nonsense.
+            corrupt = torch.rand(ids.shape) < options.corruption
+            seen = torch.where(corrupt, torch.randint(config["vocab_size"], ids.shape), ids)
+            loss = model.loss(seen[:, :-1], ids[:, 1:])
             optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -271,11 +285,11 @@ def train(
                 progress.update(task, loss=mean, rate=rate)
                 line = f"step {done}/{options.steps} loss {mean:.4f} {rate:.0f} tok/s eta {eta / 60:.1f} min"
                 if saves:
-                    line += f" held-out {mean_loss(model, held_out, end):.4f}"
+                    line += f" held-out {mean_loss(model, held_out, tokenizer):.4f}"
                     save(model)
                 log.write(line + "\n")
                 log.flush()
                 if not console.is_terminal:
                     console.print(line, highlight=False)
                 window_start, window_losses = time.monotonic(), []
-    return model, (time.monotonic() - started) / 60, mean
+    return model, (time.process_time() - processor_started) / 60, mean
