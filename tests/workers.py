@@ -6,9 +6,11 @@ They run in real worker processes under the real executors; only the model is mi
 from __future__ import annotations
 
 import collections
+import faulthandler
 import gc
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,6 +21,10 @@ from typing import Any
 from minivllm import tracing
 from minivllm.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from minivllm.worker.worker_base import WorkerBase
+
+
+# A test that hangs asks for the stacks of all its processes (tests/scenario.py).
+faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
 class Odd(Exception):

@@ -91,7 +91,7 @@ class MultiprocExecutor(Executor):
         try:
             self._start_workers()
         except BaseException:
-            self._resources.shutdown(self._resources.limits.hurried())
+            self._resources.shutdown(hurry=True)
             raise
 
     def _start_workers(self) -> None:
@@ -189,6 +189,7 @@ class MultiprocExecutor(Executor):
                 self.response_mqs,
                 page,
                 self._resources.find_dead,
+                self._resources.fail,
                 envs.MINIVLLM_WORKER_STUCK_TIMEOUT_S,
             )
             self._resources.channel = self._rpc

@@ -63,11 +63,13 @@ class RpcChannel:
         response_mqs: Sequence[MessageQueue],
         page: StatusPage,
         find_dead: Callable[[float], bool],
+        fail: Callable[[str], object],
         stuck_timeout_s: float,
     ) -> None:
         """
         Args:
             find_dead: waits at most so many seconds for a worker to die; True when one has, and the channel is closed.
+            fail: declares the executor failed for a reason, and closes the channel.
             stuck_timeout_s: how long a rank may stay inside a call that has failed on another rank.
         """
         self._broadcast_mq = broadcast_mq
@@ -77,6 +79,7 @@ class RpcChannel:
         self._done_index = tuple(page.index(rank, DONE) for rank in range(page.world_size))
         self._ranks = tuple(range(page.world_size))
         self._find_dead = find_dead
+        self._fail = fail
         self._stuck_timeout_s = stuck_timeout_s
         self.on_wait: Callable[[], None] | None = None
 
@@ -199,7 +202,7 @@ class RpcChannel:
             now = _monotonic()
             if now - since > self._stuck_timeout_s:
                 ranks = ", ".join(str(rank) for rank in behind)
-                self.close(
+                self._fail(
                     f"rank {ranks} did not come back from {failed.method} (seq {failed.sequence}) within "
                     f"{self._stuck_timeout_s:g} s after it had failed elsewhere: {failed.error}"
                 )
@@ -471,6 +474,7 @@ class RpcChannel:
                 if self._find_dead(0.001):
                     return False
                 if _monotonic() > until:
+                    self._remember(call)
                     self._suspect = call, _monotonic()
                     return True
         except MessageQueueClosed:
@@ -509,10 +513,14 @@ class RpcChannel:
         """Nobody wants this call's result any more; what still comes is dropped."""
         self._give_up(call, RuntimeError(f"RPC {call.method} was given up"))
 
-    def _give_up(self, call: PendingCall, error: BaseException) -> None:
+    def _remember(self, call: PendingCall) -> None:
+        """A rank may still be at this call when nobody waits for it any more."""
         if len(self._methods) >= _REMEMBERED_CALLS:
             self._methods.pop(next(iter(self._methods)))
         self._methods[call.sequence] = call.method
+
+    def _give_up(self, call: PendingCall, error: BaseException) -> None:
+        self._remember(call)
         self._forget(call)
         call.fail(error)
         call.finish()

@@ -201,19 +201,21 @@ class ExecutorResources:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def shutdown(self, limits: TerminationLimits | None = None) -> None:
-        """End the workers and give everything back (invariants 2 and 3)."""
+    def shutdown(self, hurry: bool = False) -> None:
+        """End the workers and give everything back (invariants 2 and 3). After a failure it is always in a hurry."""
         if os.getpid() != self._owner_pid:
             return
         first, thread = self._claim("shutdown")
         if not first:
             # The thread that is at it may come here again, from a callback or a signal handler; it must not wait.
-            if thread != threading.get_ident():
+            # And the thread that is at it waits for the monitor.
+            if thread != threading.get_ident() and threading.current_thread() is not self.monitor:
                 self._finished.wait()
             return
+        limits = self.limits.hurried() if hurry or self.failure else self.limits
         try:
             with tracing.span("executor.shutdown", failure=self.failure):
-                self._end_workers(limits or self.limits)
+                self._end_workers(limits)
         finally:
             # After an interrupt there is no more patience, but nothing stays behind.
             _kill([handle for handle in self.handles if not handle.has_ended()], self.limits.sigkill_s)

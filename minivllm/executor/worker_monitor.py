@@ -31,12 +31,9 @@ def monitor_workers(resources: ExecutorResources, announce_failure: Callable[[],
         try:
             wait([*sentinels, resources.wake_reader], _LOOK_EVERY_S)
         except OSError:
-            break
-        if resources.shutting_down:
-            return
-    if not resources.failure:
-        return
-    try:
-        announce_failure()
-    finally:
-        resources.shutdown(resources.limits.hurried())
+            break  # closed by a shutdown
+    if resources.failure:
+        try:
+            announce_failure()
+        finally:
+            resources.shutdown()

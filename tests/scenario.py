@@ -1,0 +1,240 @@
+"""Runs the body of a test in a process of its own: with a hard limit, a dump of all stacks, and a look for leaks.
+
+    @scenario(limit_s=20)
+    def test_something() -> None: ...
+
+Under pytest the function starts `python tests/scenario.py module name arguments` and waits; in that process the body
+runs. A failed or late body shows its output and the stacks of all its processes. Afterwards nothing may be left: no
+process, no shared memory, no temporary directory, no descriptor that was not there before.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+TESTS = Path(__file__).resolve().parent
+_INSIDE = "MINIVLLM_TEST_SCENARIO"
+DUMP_SIGNAL = signal.SIGUSR2
+
+
+def scenario(
+    limit_s: float = 30.0, leaks: bool = True, env: dict[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test in a process of its own.
+
+    Args:
+        limit_s: after so long all its processes dump their stacks and are killed, and the test fails.
+        leaks: check that nothing is left behind.
+        env: additional environment.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            assert not args
+            if os.environ.get(_INSIDE) == f"{body.__module__}.{body.__name__}":
+                body(**kwargs)
+            else:
+                _run(body, kwargs, limit_s, leaks, env or {})
+
+        return wrapper
+
+    return decorate
+
+
+def _run(
+    body: Callable[..., None], kwargs: dict[str, Any], limit_s: float, leaks: bool, env: dict[str, str]
+) -> None:
+    command = [sys.executable, str(TESTS / "scenario.py"), body.__module__, body.__name__]
+    command += [json.dumps(kwargs), str(int(leaks))]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        _INSIDE: f"{body.__module__}.{body.__name__}",
+        **env,
+    }
+    output, code = run_limited(command, environment, limit_s)
+    if code is None:
+        raise AssertionError(f"{body.__name__} took longer than {limit_s} s\n{output}")
+    if code == 77:
+        import pytest
+
+        pytest.skip(output.strip().splitlines()[-1])
+    if code != 0:
+        raise AssertionError(f"{body.__name__} failed (exit code {code})\n{output}")
+
+
+def run_limited(command: list[str], env: dict[str, str], limit_s: float) -> tuple[str, int | None]:
+    """Output (stdout and stderr) and exit code of a command; None when it was ended at the limit, with all stacks."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=TESTS.parent)
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for member in family:
+                _signal(member.pid, DUMP_SIGNAL)
+            time.sleep(1.0)
+            for member in family:
+                _signal(member.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        return log.read().decode(errors="replace"), code
+
+
+def _signal(pid: int, number: int) -> None:
+    """Only to processes that have faulthandler on it or die of it anyway; they are all of this test's family."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+class Skip(Exception):
+    """The scenario cannot run here; the text says why."""
+
+
+# --- inside -------------------------------------------------------------------------------------------------------
+
+
+def children() -> list[psutil.Process]:
+    """Processes below this one, without Python's own helpers."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if "resource_tracker" not in command and "forkserver" not in command:
+            found.append(process)
+    return found
+
+
+def zombies() -> list[int]:
+    return [
+        process.pid for process in psutil.Process().children() if process.status() == psutil.STATUS_ZOMBIE
+    ]
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("minivllm-*")} if os.path.isdir("/dev/shm") else set()
+
+
+def own_segments() -> set[str]:
+    """Segments made by this process or its children: others run on this machine, too."""
+    pids = {str(os.getpid()), *(str(process.pid) for process in children())}
+    return {name for name in segments() if name.split("-")[1] in pids}
+
+
+def rendezvous_directories() -> set[str]:
+    pattern = f"minivllm-rendezvous-{os.getpid()}-*"
+    return {path.name for path in Path(tempfile.gettempdir()).glob(pattern)}
+
+
+def descriptors() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], Any], limit_s: float, what: str) -> float:
+    """Seconds until the condition held; fails at the limit."""
+    started = time.monotonic()
+    while not condition():
+        if time.monotonic() - started > limit_s:
+            raise AssertionError(f"{what}: not within {limit_s} s")
+        time.sleep(0.005)
+    return time.monotonic() - started
+
+
+class Caught:
+    """What `raises` has caught."""
+
+    error: BaseException
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return str(self.error)
+
+
+@contextmanager
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *parts: str, within_s: float | None = None
+) -> Iterator[Caught]:
+    """The block must raise `kind`, with all `parts` in its text, within so many seconds."""
+    caught = Caught()
+    started = time.monotonic()
+    try:
+        yield caught
+    except kind as error:
+        caught.error, caught.seconds = error, time.monotonic() - started
+        for part in parts:
+            assert part in str(error), f"{part!r} is not in {error}"
+        assert within_s is None or caught.seconds <= within_s, f"took {caught.seconds:.2f} s, not {within_s}"
+    else:
+        raise AssertionError(f"{kind} was not raised")
+
+
+def _look_for_leaks(before: dict[str, str]) -> None:
+    gc.collect()
+    wait_until(lambda: not children(), 3.0, f"processes are left: {children()}")
+    assert not zombies(), f"zombies are left: {zombies()}"
+    pid = os.getpid()
+    left = {name for name in segments() if name.split("-")[1] == str(pid)}
+    assert not left, f"shared memory is left: {left}"
+    assert not rendezvous_directories(), f"directories are left: {rendezvous_directories()}"
+    # The helpers of multiprocessing keep one pipe each.
+    new = {fd: target for fd, target in descriptors().items() if before.get(fd) != target}
+    assert len(new) <= 3, f"descriptors are left: {new}"
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    threads = [name for name in threads if name != "minivllm-trace"]
+    assert not threads, f"threads are left: {threads}"
+
+
+def _main(module: str, name: str, arguments: str, leaks: str) -> int:
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    body = getattr(importlib.import_module(module), name)
+    before = descriptors()
+    try:
+        body(**json.loads(arguments))
+        if leaks == "1":
+            _look_for_leaks(before)
+    except Skip as reason:
+        print(reason)
+        return 77
+    except BaseException:
+        traceback.print_exc()
+        if "minivllm.tracing" in sys.modules:
+            sys.stderr.flush()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))
