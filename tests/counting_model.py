@@ -37,7 +37,9 @@ def expected_tokens(
 
 
 class _Slot:
-    def __init__(self, prompt: list[int], prefill: list[int], params: SamplingParams, blocks: list[int]) -> None:
+    def __init__(
+        self, prompt: list[int], prefill: list[int], params: SamplingParams, blocks: list[int]
+    ) -> None:
         self.prompt = prompt
         self.tokens = list(prefill)
         self.params = params
@@ -52,7 +54,9 @@ class CountingModel:
         log: per step, how many tokens of which request were computed.
     """
 
-    def __init__(self, vocab_size: int, block_size: int, num_blocks: int, max_num_seqs: int, max_tokens: int) -> None:
+    def __init__(
+        self, vocab_size: int, block_size: int, num_blocks: int, max_num_seqs: int, max_tokens: int
+    ) -> None:
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.num_blocks = num_blocks

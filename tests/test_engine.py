@@ -29,7 +29,10 @@ def start(backend: str = "uni", **kwargs: Any) -> LLM:
     if backend == "mp":
         kwargs.setdefault("tensor_parallel_size", 2)
     return LLM(
-        worker_cls="counting_worker.CountingWorker", distributed_executor_backend=backend, device="cpu", **kwargs
+        worker_cls="counting_worker.CountingWorker",
+        distributed_executor_backend=backend,
+        device="cpu",
+        **kwargs,
     )
 
 
@@ -64,7 +67,14 @@ def test_forms_of_prompts(llm: LLM) -> None:
     one = llm.generate(text, params)[0]
     assert one.prompt == text and one.prompt_token_ids
     ids = one.prompt_token_ids
-    for prompts in (ids, [ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], {"prompt": text}, (text,)):
+    for prompts in (
+        ids,
+        [ids],
+        {"prompt_token_ids": ids},
+        [{"prompt_token_ids": ids}],
+        {"prompt": text},
+        (text,),
+    ):
         again = llm.generate(prompts, params)
         assert len(again) == 1
         assert again[0].outputs[0].token_ids == one.outputs[0].token_ids
@@ -87,7 +97,9 @@ def test_text_and_finish_reasons(llm: LLM) -> None:
     assert stop not in cut.text and full.text.startswith(cut.text)
     assert len(cut.token_ids) < 30
 
-    by_token = llm.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=[free[4]]))[0]
+    by_token = llm.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=[free[4]]))[
+        0
+    ]
     assert by_token.outputs[0].token_ids == free[: free.index(free[4]) + 1]
     assert (by_token.outputs[0].finish_reason, by_token.outputs[0].stop_reason) == ("stop", free[4])
 
@@ -129,13 +141,6 @@ def test_bad_requests_are_refused_before_any_starts(llm: LLM) -> None:
         with pytest.raises(RequestError, match=text) as error:
             llm.generate([good, bad])
         assert "prompt 1" in str(error.value)
-    with pytest.raises(RequestError, match="KV cache blocks"):
-        # 39 usable blocks of 16 tokens are more than the model's length, so a fitting request fits the pool.
-        llm.llm_engine.input_processor.limits.num_gpu_blocks, kept = 3, 40
-        try:
-            llm.generate([1] * 40, SamplingParams(max_tokens=10))
-        finally:
-            llm.llm_engine.input_processor.limits.num_gpu_blocks = kept
     for bad_params, text in (
         ({"temperature": 0}, "SamplingParams"),
         ([SamplingParams()], "1 sampling_params were given for 2"),
@@ -153,10 +158,14 @@ def test_engine_core_refuses_a_bad_request_alone(llm: LLM) -> None:
     good = engine.process_input("good", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     engine.add_request(*good)
     bad = EngineCoreRequest("bad", [1] * (MAX_LEN + 5), SamplingParams(max_tokens=5))
-    with pytest.raises(RequestError, match="max_model_len"):
+
+    def add_and_run() -> None:
         engine.add_request(None, bad)
         while engine.has_unfinished_requests():
             engine.step()
+
+    with pytest.raises(RequestError, match="max_model_len"):
+        add_and_run()
     engine.abort_requests(["bad"])
     outputs = []
     while engine.has_unfinished_requests():
@@ -188,7 +197,9 @@ def test_an_error_in_a_worker_reaches_the_caller_and_harms_nobody(llm: LLM) -> N
 def test_abort(llm: LLM) -> None:
     engine = llm.llm_engine
     for name in ("x", "y"):
-        engine.add_request(*engine.process_input(name, [1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True)))
+        engine.add_request(
+            *engine.process_input(name, [1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True))
+        )
     for _ in range(3):
         engine.step()
     aborted = engine.abort_requests(["x", "unknown"])
@@ -197,7 +208,9 @@ def test_abort(llm: LLM) -> None:
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert [o.request_id for o in outputs] == ["y"]
-    assert outputs[0].outputs[0].token_ids == expected([1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True))
+    assert outputs[0].outputs[0].token_ids == expected(
+        [1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True)
+    )
     llm.generate([1], SamplingParams(max_tokens=1))
     deadline = time.monotonic() + 5
     while llm.collective_rpc("open_slots")[0] and time.monotonic() < deadline:
@@ -224,6 +237,19 @@ def test_in_process_engine_core_can_be_reached(monkeypatch: pytest.MonkeyPatch) 
         core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         assert core.model_executor.collective_rpc("echo", args=(1,)) == [1]
         core.scheduler.check_invariants()
+
+
+def test_what_can_never_fit_the_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
+    with start("uni", num_gpu_blocks_override=4, block_size=8) as llm:
+        with pytest.raises(RequestError, match="4 KV cache blocks of 8 tokens, but only 3 exist"):
+            llm.generate([1] * 16, SamplingParams(max_tokens=10))
+        # Three blocks hold 24 tokens, and the last one sampled needs no room.
+        exact = llm.generate([1] * 16, SamplingParams(max_tokens=9, ignore_eos=True))[0].outputs[0]
+        assert len(exact.token_ids) == 9
+        # Without a limit of its own a request gets what there is.
+        most = llm.generate([1] * 16, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs[0]
+        assert len(most.token_ids) == 9 and most.finish_reason == "length"
 
 
 @pytest.mark.parametrize("process", ["0", "1"])
@@ -259,12 +285,11 @@ def test_two_engines_side_by_side() -> None:
         assert first.generate([3, 4], params)[0].outputs == second.generate([3, 4], params)[0].outputs
 
 
-def test_start_up_and_wait_leave_nothing() -> None:
-    """No socket file is left, not even while the engine runs."""
+def test_no_socket_file_is_left_not_even_while_the_engine_runs() -> None:
     import tempfile
 
     with start("uni"):
-        assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("minivllm-")]
+        assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("minivllm-engine-")]
 
 
 def test_idle_engine_uses_no_cpu() -> None:

@@ -189,7 +189,10 @@ def test_a_resumed_request_is_sent_with_its_output() -> None:
         resumed += [new for new in step.scheduled_new_reqs if len(new.prefill_token_ids) > 2] if step else []
     assert resumed
     for new in resumed:
-        assert new.prefill_token_ids == new.prompt_token_ids + engine.tokens[new.req_id][: len(new.prefill_token_ids) - 2]
+        assert (
+            new.prefill_token_ids
+            == new.prompt_token_ids + engine.tokens[new.req_id][: len(new.prefill_token_ids) - 2]
+        )
         assert new.num_computed_tokens == 0
     engine.run()
 
@@ -222,7 +225,9 @@ def test_abort_frees_blocks_at_once_and_slots_with_the_next_step() -> None:
     engine.add("waiting", [1], ignore_eos=True)
     engine.step()
     pool = engine.scheduler.kv_cache_manager.block_pool
-    assert engine.scheduler.finish_requests(["a", "waiting", "unknown", "a"], RequestStatus.FINISHED_ABORTED) == [
+    assert engine.scheduler.finish_requests(
+        ["a", "waiting", "unknown", "a"], RequestStatus.FINISHED_ABORTED
+    ) == [
         "a",
         "waiting",
     ]
@@ -339,7 +344,9 @@ def test_any_mixture_yields_the_tokens_of_each_request_alone(
                 assert isinstance(prompt, list)
                 engine.add(name, prompt, **params)
                 wanted[name] = expected(prompt, **params)
-            if spec["aborted"] == now and engine.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED):
+            if spec["aborted"] == now and engine.scheduler.finish_requests(
+                [name], RequestStatus.FINISHED_ABORTED
+            ):
                 aborted.add(name)
         engine.step()
         if now > 30 and not engine.scheduler.has_requests() and not engine.in_flight:

@@ -13,11 +13,11 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,13 @@ from minivllm.engine import (
     encode_exception,
 )
 from minivllm.engine.input_processor import check_request
-from minivllm.exceptions import ConfigError, ExecutorFailedError, RemoteError, WorkerStartupError
+from minivllm.exceptions import (
+    ConfigError,
+    ExecutorFailedError,
+    RemoteError,
+    WorkerStartupError,
+    WorkerStartupTimeout,
+)
 from minivllm.executor.status_page import StatusPage
 from minivllm.utils.system_utils import configure_logging, decorate_logs, set_process_title
 
@@ -53,8 +59,10 @@ if TYPE_CHECKING:
     from minivllm.outputs import ModelRunnerOutput
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
-# After its client's death EngineCore has this long to end in order; then the process is ended for it.
-_ORPHAN_GRACE_S = 0.5
+# Errors of a start-up that the client raises again as what they are.
+STARTUP_ERRORS = (ConfigError, WorkerStartupTimeout, WorkerStartupError)
+# The client sends it instead of SIGTERM when nobody waits for what the workers are at.
+HURRY_SIGNAL = signal.SIGUSR1
 
 
 class EngineCore:
@@ -85,7 +93,7 @@ class EngineCore:
                 self._init_scheduler(num_gpu_blocks)
             except BaseException:
                 # Nobody gets a reference to this object, so nobody else could end the workers.
-                self.model_executor.shutdown()
+                self.model_executor.shutdown(hurried=True)
                 raise
             span.set(num_gpu_blocks=num_gpu_blocks)
         self._shut_down = False
@@ -219,16 +227,20 @@ class EngineCore:
         """Call a method on all workers; one result per rank."""
         return self.model_executor.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs)
 
-    def shutdown(self) -> None:
-        """End the workers. Idempotent."""
+    def shutdown(self, hurried: bool = False) -> None:
+        """End the workers. Idempotent.
+
+        Args:
+            hurried: nobody waits for what the workers are at; see Executor.shutdown.
+        """
         if self._shut_down:
             return
         self._shut_down = True
-        with tracing.span("engine_core.shutdown") as span:
+        with tracing.span("engine_core.shutdown", hurried=hurried) as span:
             in_flight = list(self.scheduler.requests)
             self.abort_requests(in_flight)
             span.set(requests_in_flight=len(in_flight), outcome="aborted" if in_flight else "none in flight")
-            self.model_executor.shutdown()
+            self.model_executor.shutdown(hurried)
 
 
 class _BatchInFlight:
@@ -249,11 +261,13 @@ class _BatchInFlight:
     def result(self) -> ModelRunnerOutput | None:
         """Wait for the batch. None when there was nothing to compute."""
         # In this order: when execute_model has failed, sample_tokens fails, too, and only for that reason.
-        output = self.executed.result()
+        self.executed.result()
         if self.sampled is None:
             return None
-        sampled = self.sampled.result()
-        return output if sampled is None else sampled
+        output = self.sampled.result()
+        if output is None:
+            raise RuntimeError("the workers were asked for tokens and gave none")
+        return output
 
 
 def _has_news(scheduler_output: SchedulerOutput) -> bool:
@@ -262,6 +276,39 @@ def _has_news(scheduler_output: SchedulerOutput) -> bool:
         or scheduler_output.finished_req_ids
         or scheduler_output.preempted_req_ids
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionByValue:
+    """A function on its way from the client to the workers.
+
+    It stays pickled in EngineCore, which must not import what the function needs (torch, above all).
+    """
+
+    name: str
+    data: bytes
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> FunctionByValue:
+        import cloudpickle
+
+        return cls(getattr(function, "__name__", type(function).__name__), cloudpickle.dumps(function))
+
+    def as_callable(self) -> Callable[..., Any]:
+        """Something that the executor can call, or pickle: it arrives at a worker as the function itself."""
+        return _Unpickling(self)
+
+
+class _Unpickling:
+    def __init__(self, function: FunctionByValue) -> None:
+        self._function = function
+        self.__name__ = function.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return pickle.loads(self._function.data)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._function.data,)
 
 
 class EngineCoreProc(EngineCore):
@@ -356,7 +403,10 @@ class EngineCoreProc(EngineCore):
             args, kwargs = pickle.loads(request.arguments)
             if request.method != "collective_rpc":
                 raise ValueError(f"EngineCore has no utility method {request.method!r}")
-            result = _pickle(self.collective_rpc(*args, **kwargs))
+            method, *rest = args
+            if isinstance(method, FunctionByValue):
+                method = method.as_callable()
+            result = _pickle(self.collective_rpc(method, *rest, **kwargs))
         except ExecutorFailedError:
             raise
         except Exception as e:
@@ -385,7 +435,8 @@ class EngineCoreProc(EngineCore):
             1. The client's death is watched from the first instruction on.
             2. SIGINT is the client's business: Ctrl-C reaches the whole process group, and the client then ends
                this process in order.
-            3. SIGTERM ends it in order, once; a second one during the clean-up changes nothing.
+            3. SIGTERM ends it in order, HURRY_SIGNAL without patience for busy workers; a second one during the
+               clean-up changes nothing.
             4. Whatever ends it, the client is told why before the workers are ended, as that may take seconds.
 
         Args:
@@ -396,12 +447,13 @@ class EngineCoreProc(EngineCore):
         ending = _Ending()
         threading.Thread(
             target=_monitor_client,
-            args=(client_pid, death_reader, address, ending),
+            args=(client_pid, death_reader, address),
             name="minivllm-client-monitor",
             daemon=True,
         ).start()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, ending.on_sigterm)
+        signal.signal(signal.SIGTERM, ending.on_signal)
+        signal.signal(HURRY_SIGNAL, ending.on_signal)
         status_page.enter(0)
         set_process_title("EngineCore")
         decorate_logs("EngineCore")
@@ -421,13 +473,14 @@ class EngineCoreProc(EngineCore):
             send_startup_message(socket, StartupMessage("ready", ready=engine_core.limits))
             engine_core.run_busy_loop()
         except BaseException as e:
+            # An exception is a failure, after which no worker is worth waiting for.
+            ending.hurried |= not ending.begun
+            ending.begun = True
             exit_code = e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else 1
-            ending.begin()
             _say_goodbye(socket, engine_core is not None, e)
         finally:
-            ending.begin()
             if engine_core is not None:
-                engine_core.shutdown()
+                engine_core.shutdown(ending.hurried)
             tracing.shutdown()
             socket.close()
             context.term()
@@ -435,24 +488,32 @@ class EngineCoreProc(EngineCore):
 
 
 class _Ending:
-    """Turns the first SIGTERM into SystemExit, and no later one: the clean-up must not be torn apart."""
+    """Turns the first signal into SystemExit, and no later one: the clean-up must not be torn apart.
+
+    Attributes:
+        begun: the process is on its way out.
+        hurried: no patience for busy workers.
+    """
 
     def __init__(self) -> None:
         self.begun = False
+        self.hurried = False
 
-    def begin(self) -> None:
-        self.begun = True
-
-    def on_sigterm(self, signum: int, frame: Any) -> None:
+    def on_signal(self, signum: int, frame: Any) -> None:
         if not self.begun:
             self.begun = True
-            raise SystemExit(128 + signum)
+            self.hurried = signum == HURRY_SIGNAL
+            raise SystemExit(128 + signal.SIGTERM)
 
 
-def _monitor_client(client_pid: int, death_reader: Connection, address: str, ending: _Ending) -> None:
-    """Body of the thread that ends this process, and with it the workers, when the client is gone."""
+def _monitor_client(client_pid: int, death_reader: Connection, address: str) -> None:
+    """Body of the thread that ends this process when the client is gone.
+
+    At once and without a clean-up by the main thread, which may be inside a step or a start-up for long: the kernel
+    closes what this process holds, and the workers' own death pipes tell them.
+    """
     watched: list[Any] = [death_reader]
-    # Any other child that the client forks holds the write end open, too; the pidfd does not care.
+    # Any other child that the client forks holds the write end open, too; a pidfd does not care.
     if sys.platform == "linux":
         try:
             watched.append(os.pidfd_open(client_pid))
@@ -461,10 +522,6 @@ def _monitor_client(client_pid: int, death_reader: Connection, address: str, end
             pass
     wait(watched)
     remove_socket_directory(address)
-    if not ending.begun:
-        # A signal, as the main thread may be blocked in a system call.
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-    time.sleep(_ORPHAN_GRACE_S)
     tracing.save_before_death()
     os._exit(1)
 
@@ -485,7 +542,7 @@ def _say_goodbye(socket: zmq.Socket[bytes], ready: bool, error: BaseException) -
     text = describe_failure(error)
     message = ENGINE_CORE_DEAD + text.encode()
     if not ready:
-        kind = type(error).__name__ if isinstance(error, (ConfigError, WorkerStartupError)) else ""
+        kind = next((k.__name__ for k in STARTUP_ERRORS if isinstance(error, k)), "")
         message = msgspec.msgpack.encode(StartupMessage("failed", error=text, error_type=kind))
     try:
         socket.send(message, zmq.NOBLOCK)

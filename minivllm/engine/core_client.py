@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,12 +36,15 @@ from minivllm.engine import (
 )
 from minivllm.engine.core import (
     ENGINE_CORE_DEAD,
+    HURRY_SIGNAL,
+    STARTUP_ERRORS,
     EngineCore,
     EngineCoreProc,
+    FunctionByValue,
     describe_failure,
     remove_socket_directory,
 )
-from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError, WorkerStartupError
+from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError
 from minivllm.executor.status_page import StatusPage
 from minivllm.utils.system_utils import (
     MAIN_GUARD_ERROR,
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 OnProgress = Callable[[str], None]
 _PROGRESS_INTERVAL_S = 0.1
+_KILL_AFTER_S = 2.0
 
 
 class EngineCoreClient(ABC):
@@ -148,6 +152,9 @@ class InprocClient(EngineCoreClient):
             # The scheduler has counted the step as done; going on would give wrong tokens.
             self._failure = describe_failure(e)
             raise EngineDeadError(self._failure) from e
+        except BaseException:
+            self._failure = "a step was interrupted half-way"
+            raise
 
     def collective_rpc(
         self,
@@ -174,14 +181,16 @@ class BackgroundResources:
 
     Attributes:
         failure: why the engine is dead, the first cause only.
+        waiting: somebody waits for EngineCore, or was interrupted while waiting; then it may be busy for long.
     """
 
     def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes) -> None:
         self.failure: str | None = None
+        self.waiting = False
         self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self._closed = False
-        self._address = f"ipc://{tempfile.mkdtemp(prefix='minivllm-', dir=_socket_base())}/engine"
+        self._address = f"ipc://{tempfile.mkdtemp(prefix='minivllm-engine-', dir=_socket_base())}/engine"
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -247,10 +256,14 @@ class BackgroundResources:
         process = self.process
         if process.pid is None:
             return
-        process.terminate()
-        # EngineCore gives its workers this long itself.
-        patience = envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S + 1.0
-        process.join(patience)
+        if not self.waiting:
+            process.terminate()
+        elif process.is_alive():
+            os.kill(process.pid, HURRY_SIGNAL)
+        # EngineCore gives its workers the first two itself.
+        process.join(
+            envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S + _KILL_AFTER_S
+        )
         if process.is_alive():
             process.kill()
             process.join()
@@ -297,11 +310,12 @@ class SyncMPClient(EngineCoreClient):
         deadline = time.monotonic() + self._startup_timeout_s + 10
         shown = ""
         ranks: list[str] = []
+        resources.waiting = True
         while True:
             ready = dict(resources.poller.poll(_PROGRESS_INTERVAL_S * 1000))
             if on_progress is not None:
                 now = self._describe_progress(ranks)
-                if now != shown:
+                if now and now != shown:
                     shown = now
                     on_progress(now)
             if resources.socket in ready:
@@ -314,6 +328,7 @@ class SyncMPClient(EngineCoreClient):
                     self._fail(message.error)
                     raise _startup_error(message)
                 elif message.ready is not None:
+                    resources.waiting = False
                     return message.ready
             elif ready:
                 raise self._startup_death()
@@ -325,10 +340,15 @@ class SyncMPClient(EngineCoreClient):
                 raise EngineDeadError(str(resources.failure))
 
     def _describe_progress(self, ranks: list[str]) -> str:
+        """One line; of the steps that ranks are in, the one that most of them share comes first."""
         if ranks:
-            return ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(ranks))
+            return "; ".join(
+                f"rank{'s' if count > 1 else ''} "
+                f"{', '.join(str(rank) for rank, other in enumerate(ranks) if other == step)}: {step}"
+                for step, count in Counter(ranks).most_common()
+            )
         steps = self.resources.open_steps()
-        return f"EngineCore: {steps[-1] if steps else 'starting'}"
+        return f"EngineCore: {steps[-1]}" if steps else ""
 
     def _startup_death(self) -> Exception:
         text = self.resources.describe_death()
@@ -352,9 +372,11 @@ class SyncMPClient(EngineCoreClient):
             try:
                 # Without a peer the socket would block; then the process is gone or going.
                 self.resources.socket.send(kind.value + self._encoder.encode(payload), zmq.NOBLOCK)
+                return
             except zmq.Again:
+                pass
+            while True:
                 self._receive()
-                raise EngineDeadError("EngineCore does not take requests any more") from None
 
     def get_output(self) -> list[EngineCoreOutput]:
         with self._lock:
@@ -369,9 +391,8 @@ class SyncMPClient(EngineCoreClient):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        if not isinstance(method, str):
-            method = _CallableByValue(method)
-        return self._call_utility("collective_rpc", method, timeout, args, kwargs)
+        target = method if isinstance(method, str) else FunctionByValue.of(method)
+        return self._call_utility("collective_rpc", target, timeout, args, kwargs)
 
     def _call_utility(self, name: str, *args: Any) -> Any:
         arguments = _pickle_arguments((args, {}))
@@ -398,12 +419,14 @@ class SyncMPClient(EngineCoreClient):
         """Take one message, and sort it. Raises EngineDeadError, also while waiting."""
         resources = self.resources
         self._raise_if_dead()
+        resources.waiting = True
         ready = resources.poller.poll()
         # The last words may still be on their way when the process has gone.
         if ready[0][0] is not resources.socket and not resources.socket.poll(50):
             self._fail(resources.describe_death())
             self._raise_if_dead()
         data = resources.socket.recv()
+        resources.waiting = False
         if data.startswith(ENGINE_CORE_DEAD):
             self._fail(data.removeprefix(ENGINE_CORE_DEAD).decode())
             self._raise_if_dead()
@@ -426,24 +449,6 @@ class SyncMPClient(EngineCoreClient):
         self.resources.close()
 
 
-class _CallableByValue:
-    """A function on its way to the workers.
-
-    It stays pickled in EngineCore, which must not import what the function needs (torch, above all).
-    """
-
-    def __init__(self, function: Callable[..., Any] | bytes) -> None:
-        import cloudpickle
-
-        self._data = function if isinstance(function, bytes) else cloudpickle.dumps(function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return pickle.loads(self._data)(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _CallableByValue, (self._data,)
-
-
 def _socket_base() -> str:
     """A directory for the socket: its address must fit into about 100 characters, whatever TMPDIR says."""
     base = tempfile.gettempdir()
@@ -451,7 +456,7 @@ def _socket_base() -> str:
 
 
 def _startup_error(message: StartupMessage) -> Exception:
-    kinds = {"ConfigError": ConfigError, "WorkerStartupError": WorkerStartupError}
+    kinds = {kind.__name__: kind for kind in STARTUP_ERRORS}
     return kinds.get(message.error_type, EngineDeadError)(message.error)
 
 

@@ -1,0 +1,135 @@
+"""How the engine fails, ends, and is interrupted: real processes, each scenario in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+SCENARIOS = [
+    "engine_killed_in_generate",
+    "engine_killed_in_collective_rpc",
+    "engine_killed_while_idle",
+    "engine_terminated",
+    "worker_killed_in_generate",
+    "worker_killed_in_collective_rpc",
+    "worker_killed_while_idle",
+    "step_raises",
+    "start_up_raises",
+    "start_up_killed",
+    "start_up_rpc_raises",
+    "start_up_is_late",
+    "pool_too_small",
+    "shutdown_during_generate",
+    "interrupted_generate_leaves_the_engine_usable",
+    "rpc_timeout",
+    "twenty_starts_and_stops",
+    "forked_child_does_not_end_the_engine",
+]
+
+
+def popen(*args: str, **kwargs: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *args],
+        env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,  # type: ignore[call-overload]
+    )
+
+
+def finish(process: subprocess.Popen[str], limit: float = 60) -> tuple[str, str]:
+    try:
+        return process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"not done after {limit} s\n{out}\n{err}")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(name: str) -> None:
+    process = popen(str(HERE / "engine_scenarios.py"), name)
+    out, err = finish(process)
+    print(out)
+    assert process.returncode == 0 and "OK" in out, f"{out}\n{err}"
+    assert "Traceback" not in err and "leaked" not in err, err
+
+
+def test_exit_without_shutdown() -> None:
+    before = time.monotonic()
+    process = popen(str(HERE / "engine_scenarios.py"), "exit_without_shutdown")
+    out, err = finish(process)
+    assert process.returncode == 7, f"{out}\n{err}"
+    assert time.monotonic() - before < 10
+    assert "Traceback" not in err and "leaked" not in err, err
+
+
+def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("FAMILY"), f"{line} {process.communicate()}"
+    return [psutil.Process(int(pid)) for pid in line.split()[1:]]
+
+
+def all_end(family: list[psutil.Process], within: float) -> float:
+    """Seconds until all are gone; they have been adopted by somebody else by then, so a zombie counts as gone."""
+    begun = time.monotonic()
+    while True:
+        alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return time.monotonic() - begun
+        if time.monotonic() - begun > within:
+            for process in alive:
+                process.kill()
+            pytest.fail(f"alive after {within} s: {alive}")
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("phase", ["start", "idle", "generate", "rpc"])
+def test_a_killed_client_takes_everything_with_it(phase: str, tmp_path: Path) -> None:
+    process = popen(str(HERE / "engine_scenarios.py"), "run_until_killed", phase)
+    family = family_of(process)
+    assert len(family) >= 3
+    if phase == "generate":
+        time.sleep(0.3)
+    process.kill()
+    print(f"{phase}: {all_end(family, 1.0 + 0.5):.2f} s")
+    finish(process)
+
+
+@pytest.mark.parametrize("phase", ["start", "idle", "generate", "rpc"])
+def test_ctrl_c_ends_everything_within_a_second(phase: str) -> None:
+    """SIGINT goes to the whole group, as from a terminal."""
+    process = popen(str(HERE / "engine_scenarios.py"), "run_until_killed", phase, start_new_session=True)
+    family = family_of(process)
+    if phase == "generate":
+        time.sleep(0.3)
+    begun = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = finish(process, 10)
+    print(f"{phase}: {time.monotonic() - begun:.2f} s")
+    assert time.monotonic() - begun < 1.0 + 0.5
+    assert process.returncode == -signal.SIGINT or process.returncode == 130
+    assert err.count("Traceback") <= 1 and "KeyboardInterrupt" in err, err
+    all_end(family, 0.5)
+
+
+def test_a_script_without_the_main_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from minivllm import LLM\n"
+        "LLM(worker_cls='counting_worker.CountingWorker', distributed_executor_backend='mp', device='cpu')\n"
+    )
+    process = popen(str(script))
+    _, err = finish(process)
+    assert process.returncode != 0
+    assert err.count("__main__") == 1 and "ConfigError" in err, err
