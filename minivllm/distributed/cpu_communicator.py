@@ -274,6 +274,8 @@ class CpuCommunicator:
             f"collective {self._sequence} of group {self.unique_name} cannot finish on rank "
             f"{self.ranks[self.rank_in_group]}: {cause}"
         )
+        # A peer that comes later must not go on alone.
+        self._state[self._my_word] = _FAILED
         raise CollectiveError(self._failure)
 
     def abort(self) -> None:
