@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 import minivllm
-from minivllm.tracing.catalogue import BY_INDEX, LIFECYCLE, MESSAGE, RPC, SPANS, spec
+from minivllm.tracing.catalogue import BY_INDEX, LIFECYCLE, MESSAGE, RPC, SPANS, SpanSpec, spec
 from minivllm.tracing.encode import KINDS
 
 PACKAGE = Path(minivllm.__file__).parent
 VLLM = os.environ.get("MINIVLLM_VLLM_SOURCE")  # directory that holds the package `vllm` of 0.25.1
+
+# Steps of pipeline parallelism and speculative decoding: their rows stand, the code does not have them yet.
+LATER = {"dist.send", "dist.recv", "runner.propose_draft"}
+
+rows = pytest.mark.parametrize("row", BY_INDEX, ids=lambda row: row.name)
 
 
 def test_rows_are_numbered_and_named_once() -> None:
@@ -24,11 +29,8 @@ def test_rows_are_numbered_and_named_once() -> None:
     assert len(BY_INDEX) < 1 << 16  # boards and tables store the number in 16 bits
 
 
-@pytest.mark.parametrize("row", BY_INDEX, ids=lambda row: row.name)
-def test_each_row_says_everything(row: object) -> None:
-    from minivllm.tracing.catalogue import SpanSpec
-
-    assert isinstance(row, SpanSpec)
+@rows
+def test_each_row_says_everything(row: SpanSpec) -> None:
     assert re.fullmatch(r"[a-z]+(\.[a-z_]+|_core\.[a-z_]+)?", row.name)
     assert row.level in (LIFECYCLE, RPC, MESSAGE)
     assert row.process and set(row.process) <= {"client", "engine_core", "worker"}
@@ -66,27 +68,35 @@ def _functions(file: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("row", BY_INDEX, ids=lambda row: row.name)
-def test_emitting_method_exists(row: object) -> None:
-    from minivllm.tracing.catalogue import SpanSpec
-
-    assert isinstance(row, SpanSpec)
+def _source(row: SpanSpec) -> str | None:
+    """The source of the function that is said to emit the span; None when there is no such function."""
     parts = row.method.split(".")[1:]
     for length in range(len(parts) - 1, 0, -1):
         base = PACKAGE.joinpath(*parts[:length])
         file = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
         if file.is_file():
-            assert ".".join(parts[length:]) in _functions(file), f"{file} has no {'.'.join(parts[length:])}"
-            return
-    pytest.fail(f"no module for {row.method}")
+            lines = _functions(file).get(".".join(parts[length:]))
+            if lines is None:
+                return None
+            return "\n".join(file.read_text(encoding="utf-8").splitlines()[lines[0] - 2 : lines[1]])
+    return None
+
+
+@rows
+def test_the_method_emits_it(row: SpanSpec) -> None:
+    source = _source(row)
+    if row.name in LATER:
+        assert source is None or f'"{row.name}"' not in source, (
+            f"{row.name} is emitted now: take it out of LATER"
+        )
+        return
+    assert source is not None, f"there is no {row.method}"
+    assert f'"{row.name}"' in source, f"{row.method} does not emit it"
 
 
 @pytest.mark.skipif(not VLLM, reason="MINIVLLM_VLLM_SOURCE does not name vLLM 0.25.1's source")
-@pytest.mark.parametrize("row", BY_INDEX, ids=lambda row: row.name)
-def test_vllm_place_is_true(row: object) -> None:
-    from minivllm.tracing.catalogue import SpanSpec
-
-    assert isinstance(row, SpanSpec)
+@rows
+def test_vllm_place_is_true(row: SpanSpec) -> None:
     place, name = row.vllm.split(" ")
     path, line = place.split(":")
     functions = _functions(Path(str(VLLM)) / path)

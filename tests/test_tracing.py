@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -394,7 +395,7 @@ def test_board_shows_lifecycle_steps_with_tracing_off(line: memoryview) -> None:
         assert tracing.read_board(line) == ["worker.main"]
         with tracing.span("worker.init"), tracing.span("rpc.execute"):
             assert tracing.read_board(line) == ["worker.main", "worker.init"]
-        with pytest.raises(ValueError, match="x"), tracing.span("worker.load_model"):
+        with contextlib.suppress(ValueError), tracing.span("worker.load_model"):
             assert tracing.read_board(line)[-1] == "worker.load_model"
             raise ValueError("x")
         assert tracing.read_board(line) == ["worker.main"]

@@ -41,13 +41,13 @@ def engine(method, variables, work):
                 with tracing.child_environment():
                     child = context.Process(target=worker, args=(rank, tracing.child_variables(), work))
                     child.start()
-                life.set(pid=child.pid)
+                life.set({"process.pid": child.pid})
                 lives.append(life)
                 children.append(child)
         for child, life in zip(children, lives):
             child.join()
             code = child.exitcode
-            life.set(exit_code=code, signal=signal.Signals(-code).name if code < 0 else None)
+            life.set({"process.exit.code": code})
             life.end()
 
 def main(method="spawn", work=None, level="rpc"):
@@ -298,7 +298,7 @@ def test_failpoint_kill(tmp_path: Path) -> None:
     assert spans[1].events[0].attributes["minivllm.action"] == "rpc.execute@rank1#2=kill"
     assert store.first_failure() is spans[1]
     (life,) = store.spans("worker.process", rank=1)
-    assert (life.get("exit_code"), life.get("signal")) == (-signal.SIGKILL, "SIGKILL")
+    assert life.attributes["process.exit.code"] == -signal.SIGKILL
     assert len(store.spans("rpc.execute", rank=0)) == 3
 
 
@@ -317,8 +317,8 @@ def test_failpoints_of_each_kind(tmp_path: Path) -> None:
     assert "failpoint rpc.execute@rank0#2=raise" in second.status_message
     assert second.attributes["error.type"] == "minivllm.tracing.failpoints.FailpointError"
     (bootstrap,) = store.spans(process="worker", rank=1)
-    assert bootstrap.name == "worker.bootstrap" and "exit code 7" in bootstrap.status_message
-    assert [life.get("exit_code") for life in store.spans("worker.process")] == [1, 7]
+    assert bootstrap.name == "worker.bootstrap" and "exited with code 7" in bootstrap.status_message
+    assert [life.attributes["process.exit.code"] for life in store.spans("worker.process")] == [1, 7]
 
 
 @pytest.mark.parametrize(

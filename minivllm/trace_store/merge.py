@@ -6,6 +6,8 @@ Articles: part 2 §2.6
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
 from minivllm.trace_store.files import ProcessRecord
@@ -88,7 +90,9 @@ def _is_about(death: Span, process: Process) -> bool:
 
 
 def _how_it_ended(death: Span) -> str:
-    signal, code = death.get("signal"), death.attributes.get("process.exit.code", death.get("exit_code"))
-    if signal is not None:
-        return f"was ended by {signal}"
-    return "ended" if code is None else f"ended with exit code {code}"
+    code = death.attributes.get("process.exit.code", death.get("exit_code"))
+    if death.get("ended"):
+        return str(death.get("ended"))
+    if code is None:
+        return "ended"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

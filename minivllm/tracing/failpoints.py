@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from minivllm.exceptions import ConfigError
 from minivllm.tracing.catalogue import SPANS
 from minivllm.tracing.process import identity
-from minivllm.tracing.spec import CLIENT, ENGINE_CORE, WORKER, SpanSpec
+from minivllm.tracing.spec import ENGINE_CORE, WORKER, SpanSpec
 
 _SPEC = re.compile(
     r"^(?P<span>[a-z_.]+)(?:@(?P<who>rank\d+|engine|client))?(?:\#(?P<nth>\d+|\*))?"
@@ -59,15 +59,14 @@ class Failpoint:
 def _names_of_this_process(spec: SpanSpec) -> set[str]:
     """The names by which this process can be meant for this span.
 
-    With one process for everything (InprocClient, UniProcExecutor) the client stands in for the others.
+    With fewer processes (InprocClient, UniProcExecutor) one stands in for those that would run this step.
     """
     role, rank = identity.role, identity.rank
     if role == WORKER:
         return {f"rank{rank}"}
     names = {"engine" if role == ENGINE_CORE else "client"}
-    if role not in spec.process or spec.process[0] != role:
-        names |= {"rank0"} if WORKER in spec.process else set()
-        names |= {"engine"} if ENGINE_CORE in spec.process and role == CLIENT else set()
+    if role not in spec.process:
+        names.add("engine" if ENGINE_CORE in spec.process else "rank0")
     return names
 
 

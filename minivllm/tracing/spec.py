@@ -27,7 +27,8 @@ class SpanSpec:
     Attributes:
         name: the span's name.
         level: LIFECYCLE, RPC or MESSAGE: the lowest trace level that records it.
-        process: the roles that emit it ("client", "engine_core", "worker").
+        process: the roles that emit it ("client", "engine_core", "worker"). With EngineCore or the worker in the
+            client's process, the client emits their steps.
         per: how often a run shows it: "run", "worker", "group", "engine_core", "request", "step", "call", "failure".
         index: number of the row, starting at 1; what status boards and open tables store instead of the name.
         what: one sentence on what the step does.
