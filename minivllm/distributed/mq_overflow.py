@@ -97,13 +97,11 @@ class OverflowWriter:
 
     def _create(self, size: int) -> _Block:
         kept = [block for block in self._blocks if not block.one_off]
-        one_off = size + sum(block.segment.size for block in kept) > _KEEP_BYTES
-        if one_off and size <= _KEEP_BYTES and all(block.segment.size < size for block in kept):
+        if kept and size <= _KEEP_BYTES and all(block.segment.size < size for block in kept):
             # Outgrown: the new one takes the place of all that are kept.
-            one_off = False
-            for block in kept:
-                block.one_off = True
-            self._ring.retired = self._next_number - 1
+            self._retire()
+            kept = []
+        one_off = size + sum(block.segment.size for block in kept) > _KEEP_BYTES
         segment = SharedSegment.create(
             size, "the size of the message", anonymous=self._ring.all_see_descriptors()
         )
@@ -111,6 +109,12 @@ class OverflowWriter:
         self._next_number += 1
         self._blocks.append(block)
         return block
+
+    def _retire(self) -> None:
+        """Use none of them again; each is closed when its message has been read."""
+        self._ring.retired = self._next_number - 1
+        for block in self._blocks:
+            block.one_off = True
 
     def _is_busy(self, block: _Block, message: int) -> bool:
         # A slot that was written again since was read by all before.
@@ -127,9 +131,7 @@ class OverflowWriter:
         if not self._blocks:
             return
         if lap - self._last_lap > _IDLE_LAPS:
-            self._ring.retired = self._next_number - 1
-            for block in self._blocks:
-                block.one_off = True
+            self._retire()
         self._collect(lap * self._ring.max_chunks)
 
     @property
