@@ -7,7 +7,6 @@ The full product of what can vary would take an hour, so the rows of CASES pair 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import pytest
 
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.config import BUNDLED_CHECKPOINT
+from minivllm.trace_store import TraceStore
 
 MAX_TOKENS = 20
 NUM_PROMPTS = 40
@@ -257,13 +257,10 @@ def test_a_traced_run_is_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "1")
     with LLM(tensor_parallel_size=2, device="cpu", max_model_len=128, max_num_seqs=4, trace=tmp_path) as llm:
         llm.generate(["def f(", "class A"], SamplingParams(max_tokens=3), use_tqdm=False)
-    spans = []
-    for file in tmp_path.glob("*.jsonl"):
-        for line in file.read_text().splitlines():
-            for resource in json.loads(line)["resourceSpans"]:
-                for scope in resource["scopeSpans"]:
-                    spans += scope["spans"]
-    names = {span["name"] for span in spans}
+    store = TraceStore.open(tmp_path)
+    assert store.trace_ids == [store.trace_id] and not store.damaged_lines
+    spans = list(store.spans())
+    names = {span.name for span in spans}
     assert {
         "run",
         "engine_core.spawn",
@@ -277,17 +274,10 @@ def test_a_traced_run_is_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "scheduler.update_from_output",
         "request",
     } <= names
-    assert len({span["traceId"] for span in spans}) == 1
-    ids = {span["spanId"] for span in spans}
-    assert [span["name"] for span in spans if not span.get("parentSpanId")] == ["run"]
-    assert not [
-        span["name"] for span in spans if span.get("parentSpanId") and span["parentSpanId"] not in ids
-    ]
-    requests = [span for span in spans if span["name"] == "request"]
-    assert len(requests) == 2
-    keys = {attribute["key"] for attribute in requests[0]["attributes"]}
-    assert {
-        "gen_ai.usage.output_tokens",
-        "gen_ai.usage.input_tokens",
-        "gen_ai.response.finish_reasons",
-    } <= keys
+    assert [span.name for span in spans if not span.parent_span_id] == ["run"]
+    assert not store.orphans()
+    assert not [span.name for span in spans if span.unfinished]
+    requests = store.spans(name="request")
+    attributes = [request.attributes for request in requests]
+    assert [a["gen_ai.usage.output_tokens"] for a in attributes] == [3, 3]
+    assert all(a["gen_ai.usage.input_tokens"] and a["gen_ai.response.finish_reasons"] for a in attributes)
