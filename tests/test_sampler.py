@@ -88,14 +88,14 @@ def test_top_k_top_p(k: int, p: float) -> None:
     expected = [reference_top_k_top_p(row, k, p) for row in logits.double().tolist()]
     top_k = None if k == VOCAB else torch.full((20,), k, dtype=torch.int32)
     top_p = None if p == 1 else torch.full((20,), p)
-    apply_top_k_top_p(logits, top_k, top_p)
+    apply_top_k_top_p(logits, top_k, top_p, k)
     assert allowed(logits) == expected
 
 
 def test_top_k_top_p_differ_by_row() -> None:
     logits = random_logits(3)
     before = logits.clone()
-    apply_top_k_top_p(logits, torch.tensor([2, VOCAB, 4]), torch.tensor([1.0, 0.6, 0.3]))
+    apply_top_k_top_p(logits, torch.tensor([2, VOCAB, 4]), torch.tensor([1.0, 0.6, 0.3]), VOCAB)
     rows = before.double().tolist()
     assert allowed(logits) == [
         reference_top_k_top_p(rows[0], 2, 1.0),
@@ -104,6 +104,25 @@ def test_top_k_top_p_differ_by_row() -> None:
     ]
     kept = logits.isfinite()
     assert torch.equal(logits[kept], before[kept])
+
+
+def test_top_p_needs_many_candidates() -> None:
+    """A flat distribution, whose kept set is larger than what is looked at first, next to a peaked one."""
+    logits = random_logits(3, 5000, scale=0.5)
+    logits[1, 17] = 30.0
+    before = logits.double().tolist()
+    apply_top_k_top_p(logits, None, torch.tensor([0.9, 0.9, 1.0]), 5000)
+    assert allowed(logits)[:2] == [reference_top_k_top_p(before[0], 5000, 0.9), {17}]
+    assert len(allowed(logits)[2]) == 5000
+
+
+def test_equal_logits_at_the_limit_are_kept() -> None:
+    """Otherwise the result would depend on how many candidates other rows need."""
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+    company = torch.cat((logits, logits))
+    apply_top_k_top_p(logits, torch.tensor([2]), torch.tensor([0.99]), 2)
+    apply_top_k_top_p(company, torch.tensor([2, 4]), torch.tensor([0.99, 1.0]), 4)
+    assert allowed(logits) == [{0, 1, 2}] == allowed(company)[:1]
 
 
 def test_min_p() -> None:

@@ -63,12 +63,13 @@ class SamplingStates:
         logits.div_(torch.where(temperature > 0, temperature, 1).view(-1, 1))
         if self.min_p.np[slots_np].any():
             apply_min_p(logits, self.min_p.gpu.index_select(0, slots))
-        use_top_k = (self.top_k.np[slots_np] != self.vocab_size).any()
-        use_top_p = (self.top_p.np[slots_np] != 1).any()
+        top_k_np = self.top_k.np[slots_np]
+        max_top_k = int(top_k_np.max())
         apply_top_k_top_p(
             logits,
-            self.top_k.gpu.index_select(0, slots) if use_top_k else None,
-            self.top_p.gpu.index_select(0, slots) if use_top_p else None,
+            self.top_k.gpu.index_select(0, slots) if top_k_np.min() < self.vocab_size else None,
+            self.top_p.gpu.index_select(0, slots) if self.top_p.np[slots_np].min() < 1 else None,
+            max_top_k,
         )
         return gumbel_sample(logits, temperature, self.seeds.gpu.index_select(0, slots), positions)
 
