@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Any
 
 from minivllm.config import ParallelConfig, SchedulerConfig, VllmConfig
@@ -22,3 +24,16 @@ def make_config(
 def make_executor(*args: Any, **kwargs: Any) -> MultiprocExecutor:
     """An executor of two light workers unless told otherwise; see make_config."""
     return MultiprocExecutor(make_config(*args, **kwargs))
+
+
+def main() -> None:
+    """A parent for tests that kill it: starts an executor, says so, and runs the named method for ever."""
+    executor = make_executor()
+    print("ready", *(worker.pid for worker in executor.workers), flush=True)
+    if len(sys.argv) > 1:
+        executor.collective_rpc(sys.argv[1])
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()

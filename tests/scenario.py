@@ -136,6 +136,14 @@ def zombies() -> list[int]:
     ]
 
 
+def is_gone(process: psutil.Process) -> bool:
+    """Ended, whether or not whoever inherited it has reaped it."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("minivllm-*")} if os.path.isdir("/dev/shm") else set()
 

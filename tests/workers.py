@@ -92,6 +92,9 @@ class LightWorker(WorkerBase):
             time.sleep(60)
         if kind == "sleep":
             time.sleep(float(argument))
+        if kind == "spin":
+            while True:
+                pass
         if kind == "gil":
             collections.deque(itertools.repeat(0), maxlen=0)
 

@@ -217,8 +217,8 @@ class RpcChannel:
 
     def _while_sending(self) -> None:
         """Called while the broadcast ring is full."""
-        if self._closed:
-            raise self.error()
+        if self._closed or self._find_dead(0):
+            raise MessageQueueClosed(self._closed)
         self._try_drain()
         if self.on_wait is not None:
             self.on_wait()
@@ -426,6 +426,9 @@ class RpcChannel:
             self.on_wait()
         if call.error is not None:
             raise _CallFailed
+        # The monitor is quicker, where there is one.
+        if self._find_dead(0):
+            raise MessageQueueClosed(self._closed)
 
     def _drain(self, rank: int) -> None:
         """Take what a rank has sent so far, without waiting."""

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from minivllm import tracing
 from minivllm.distributed.shm_broadcast import MessageQueue
 from minivllm.executor.death_pipe import request_shutdown
+from minivllm.executor.leftovers import remove_leftovers
 from minivllm.utils.system_utils import explain_exit
 
 # Pipe ends that belong to this process alone. A forked child that kept a copy would hide the EOF that they signal.
@@ -79,13 +80,14 @@ class UnreadyWorkerProcHandle:
             request_shutdown(writer)
 
     def has_ended(self) -> bool:
-        """Whether the process is gone; reaps it and ends its span when it is."""
+        """Whether the process is gone; if so it is reaped, its span ended, and what it left removed."""
         if self.exitcode is None:
             self.exitcode = self.proc.exitcode
             if self.exitcode is not None:
                 self.life.set({"process.exit.code": self.exitcode}, ended=explain_exit(self.exitcode))
                 if self.exitcode:
                     self.life.error(explain_exit(self.exitcode))
+                    remove_leftovers(self.pid)
                 self.life.end()
         return self.exitcode is not None
 

@@ -22,7 +22,8 @@ from minivllm import envs, tracing
 from minivllm.config import ParallelConfig, VllmConfig
 from minivllm.distributed.shm_broadcast import Handle, MessageDecodeError, MessageQueue, MessageQueueClosed
 from minivllm.executor.call import FAILURE, OUTPUT_FAILURE, SUCCESS
-from minivllm.executor.death_pipe import PARENT_DIED, DeathPipeMonitor
+from minivllm.executor.death_pipe import DeathPipeMonitor
+from minivllm.executor.leftovers import remove_leftovers
 from minivllm.executor.remote_exception import RemoteException, describe_exception
 from minivllm.executor.status_page import (
     DONE,
@@ -36,7 +37,6 @@ from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, WorkerProc
 from minivllm.executor.worker_startup import make_worker_process, startup_timeout_s, wait_for_ready
 from minivllm.outputs import AsyncModelRunnerOutput
 from minivllm.platforms import get_platform
-from minivllm.utils.network_utils import remove_rendezvous
 from minivllm.utils.numa_utils import bind_to_numa_node
 from minivllm.utils.system_utils import configure_logging, decorate_logs, set_process_title
 from minivllm.worker.worker_base import WorkerWrapperBase
@@ -308,6 +308,7 @@ class WorkerProc:
     def worker_main(
         *,
         environment: dict[str, str],
+        parent_pid: int,
         death_pipe: Connection,
         status_page: StatusPage,
         vllm_config: VllmConfig,
@@ -328,7 +329,7 @@ class WorkerProc:
             death_pipe,
             orphan_grace_s=envs.MINIVLLM_WORKER_ORPHAN_GRACE_S,
             shutdown_grace_s=envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S,
-            on_orphaned=partial(remove_rendezvous, distributed_init_method),
+            on_orphaned=partial(remove_leftovers, parent_pid),
         )
         status_page.enter(rank)
         tracing.configure("worker", rank=rank, label=trace_label(vllm_config.parallel_config, rank))
@@ -338,8 +339,6 @@ class WorkerProc:
             with tracing.span("worker.main", rank=rank):
                 _WorkerMain(monitor, status_page, vllm_config, rank, distributed_init_method).run(**kwargs)
         finally:
-            if monitor.reason == PARENT_DIED:
-                remove_rendezvous(distributed_init_method)
             monitor.ended()
             tracing.shutdown()
 

@@ -81,6 +81,7 @@ def make_worker_process(
                     target=worker_main,
                     kwargs={
                         "environment": variables,
+                        "parent_pid": os.getpid(),
                         "numa_node": numa_node,
                         "vllm_config": vllm_config,
                         "local_rank": local_rank,

@@ -29,9 +29,4 @@ class Rendezvous:
 
     def remove(self) -> None:
         """Remove the directory; again is fine."""
-        remove_rendezvous(self.distributed_init_method)
-
-
-def remove_rendezvous(distributed_init_method: str) -> None:
-    """Remove the directory of a rendezvous, also from a worker whose parent can no longer do it."""
-    shutil.rmtree(Path(distributed_init_method.removeprefix("file://")).parent, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
