@@ -95,11 +95,11 @@ def test_the_method_emits_it(row: SpanSpec) -> None:
 
 
 @pytest.mark.skipif(not VLLM, reason="MINIVLLM_VLLM_SOURCE does not name vLLM 0.25.1's source")
-@rows
-def test_vllm_place_is_true(row: SpanSpec) -> None:
-    place, name = row.vllm.split(" ")
-    path, line = place.split(":")
-    functions = _functions(Path(str(VLLM)) / path)
-    assert name in functions, f"{path} has no {name}"
-    first, last = functions[name]
-    assert first <= int(line) <= last
+def test_vllm_places_are_true() -> None:
+    for row in BY_INDEX:
+        place, name = row.vllm.split(" ")
+        path, line = place.split(":")
+        functions = _functions(Path(str(VLLM)) / path)
+        assert name in functions, f"{row.name}: {path} has no {name}"
+        first, last = functions[name]
+        assert first <= int(line) <= last, f"{row.name}: line {line} is not within {name}"

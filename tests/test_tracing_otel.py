@@ -164,7 +164,7 @@ def test_silent_endpoint_delays_nothing(tmp_path: Path) -> None:
     assert float(result.stdout) < 1
     assert elapsed < 20
     calls = store_of(tmp_path).spans("rpc.call")
-    assert len(calls) == 50 and max(span.duration_ns for span in calls) < 300e6
+    assert len(calls) == 50 and max(span.duration_ns for span in calls) < 900e6
 
 
 @pytest.mark.parametrize(

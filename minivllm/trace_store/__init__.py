@@ -21,6 +21,7 @@ from minivllm.exceptions import ConfigError
 from minivllm.trace_store.files import Directory
 from minivllm.trace_store.merge import finish_open_spans, spans_of
 from minivllm.trace_store.model import Event, Link, Process, Span
+from minivllm.tracing.catalogue import MESSAGE, SPANS
 
 __all__ = ["Event", "Link", "Process", "Span", "TraceStore"]
 
@@ -168,13 +169,18 @@ class TraceStore:
     def first_failure(self) -> Span | None:
         """The innermost step in which something went wrong first, whatever failed later because of it.
 
-        A process that was killed in a step failed at its last sign of life, which its parent sees only later.
+        A process that was killed in a step failed at its last sign of life, which its parent sees only later. Errors
+        of message steps count by the step around them: a time-out of a dequeue is how a reader polls.
         """
 
         def moment(span: Span) -> tuple[int, int]:
             return (span.process.end_ns if span.unfinished else span.end_ns), -span.start_ns
 
-        return min((span for span in self._spans if span.is_error), key=moment, default=None)
+        def counts(span: Span) -> bool:
+            entry = SPANS.get(span.name)
+            return span.is_error and (entry is None or entry.level < MESSAGE or span.unfinished)
+
+        return min(filter(counts, self._spans), key=moment, default=None)
 
     # --- other formats
 

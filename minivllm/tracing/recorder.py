@@ -6,6 +6,7 @@ Articles: none
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from minivllm.tracing.files import TraceFiles
 if TYPE_CHECKING:
     from minivllm.tracing.spans import Span
 
+logger = logging.getLogger(__name__)
 DRAIN_INTERVAL_S = 0.2
 CHUNK_SPANS = 128
 THREAD_NAME = "minivllm-trace"
@@ -40,6 +42,7 @@ class Recorder:
         self.idle = True
         self.files: TraceFiles | None = None
         self.sinks: list[Sink] = []
+        self._warned = False
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -84,10 +87,16 @@ class Recorder:
             with self.lock:
                 chunk = self.finished[:CHUNK_SPANS]
                 del self.finished[: len(chunk)]
-                if self.files is not None:
-                    self.files.write(chunk)
-                for sink in self.sinks:
-                    sink(chunk)
+                try:
+                    if self.files is not None:
+                        self.files.write(chunk)
+                    for sink in self.sinks:
+                        sink(chunk)
+                except Exception:
+                    # Whatever a span carries must not end the drain thread: the run goes on without these spans.
+                    if not self._warned:
+                        self._warned = True
+                        logger.exception("%d spans could not be written", len(chunk))
             total += len(chunk)
             if polite:
                 time.sleep(0)

@@ -3,7 +3,7 @@
 vLLM 0.25.1: vllm/tracing/__init__.py (instrument), vllm/tracing/otel.py (otel_instrument)
 Articles: part 2 §2.4.8
 
-Deviation from vLLM: spans are slotted records written outside the hot path, at about a thirtieth of the cost of
+Deviation from vLLM: spans are slotted records written outside the hot path, at less than a tenth of the cost of
 an SDK span, so that RPCs and queue messages can be traced without changing what is measured.
 """
 

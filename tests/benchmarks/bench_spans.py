@@ -32,7 +32,9 @@ def bare() -> None:
 
 def five_attributes() -> None:
     for index in range(COUNT):
-        with tracing.span("rpc.call", method="execute_model", seq=index, reply=0, timeout_s=1.5, blocking=True):
+        with tracing.span(
+            "rpc.call", method="execute_model", seq=index, reply=0, timeout_s=1.5, blocking=True
+        ):
             pass
 
 
