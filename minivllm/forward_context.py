@@ -30,7 +30,7 @@ def get_forward_context() -> ForwardContext:
     return _forward_context
 
 
-class set_forward_context:  # noqa: N801 - a context manager, named as in vLLM
+class set_forward_context:
     """`with set_forward_context(attn_metadata): model(...)`; a class, since a generator costs more per step."""
 
     __slots__ = ("attn_metadata",)

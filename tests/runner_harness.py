@@ -225,7 +225,9 @@ class Driver:
         self.free = list(range(1, num_blocks))
         self.num_steps = 0
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Request]:
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[Request]:
         """Run all to their max_tokens; eos and stop strings are the engine's business."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         requests = [Request(f"r{i}", p, s) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
@@ -283,7 +285,12 @@ class Driver:
                 request.known = True
                 output.scheduled_new_reqs.append(
                     NewRequestData(
-                        request.req_id, request.prompt, request.tokens, request.params, list(request.blocks), 0
+                        request.req_id,
+                        request.prompt,
+                        request.tokens,
+                        request.params,
+                        list(request.blocks),
+                        0,
                     )
                 )
             output.num_scheduled_tokens[request.req_id] = count

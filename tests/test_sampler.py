@@ -34,7 +34,9 @@ class Bench:
         self.states = RequestState(max_num_reqs, 64, CPU)
         self.sampler = Sampler(max_num_reqs, vocab_size, CPU, self.states, EOS, seed)
 
-    def add(self, req_id: str, params: SamplingParams, prompt: list[int], output: list[int] | None = None) -> None:
+    def add(
+        self, req_id: str, params: SamplingParams, prompt: list[int], output: list[int] | None = None
+    ) -> None:
         """Add a request that has generated `output` already."""
         tokens = prompt + (output or [])
         slot = self.states.add_request(req_id, len(prompt), tokens, 0)
@@ -82,7 +84,9 @@ def reference_top_k_top_p(logits: list[float], k: int, p: float) -> set[int]:
     return kept
 
 
-@pytest.mark.parametrize(("k", "p"), [(1, 1.0), (5, 1.0), (VOCAB, 0.5), (7, 0.8), (VOCAB, 0.01), (VOCAB, 0.999)])
+@pytest.mark.parametrize(
+    ("k", "p"), [(1, 1.0), (5, 1.0), (VOCAB, 0.5), (7, 0.8), (VOCAB, 0.01), (VOCAB, 0.999)]
+)
 def test_top_k_top_p(k: int, p: float) -> None:
     logits = random_logits(20)
     expected = [reference_top_k_top_p(row, k, p) for row in logits.double().tolist()]
@@ -131,7 +135,9 @@ def test_min_p() -> None:
     probabilities = logits.double().softmax(-1)
     apply_min_p(logits, torch.tensor(min_p))
     for row, (probs, m) in enumerate(zip(probabilities, min_p, strict=True)):
-        assert allowed(logits)[row] == {i for i, q in enumerate(probs.tolist()) if q >= m * float(probs.max())}
+        assert allowed(logits)[row] == {
+            i for i, q in enumerate(probs.tolist()) if q >= m * float(probs.max())
+        }
 
 
 def chi_square(counts: list[int], probabilities: list[float]) -> tuple[float, int]:
@@ -190,7 +196,9 @@ def test_large_vocabulary() -> None:
     logits[0, [0, 65535, 65536, vocab_size - 1]] = torch.tensor([0.0, 1.0, 0.5, 1.5])
     tokens = torch.cat(
         [
-            gumbel_sample(logits.repeat(100, 1), torch.ones(100), torch.arange(s, s + 100), torch.zeros(100).long())
+            gumbel_sample(
+                logits.repeat(100, 1), torch.ones(100), torch.arange(s, s + 100), torch.zeros(100).long()
+            )
             for s in range(0, n, 100)
         ]
     )
@@ -271,7 +279,9 @@ def test_seeds() -> None:
     assert draw(5, "z", 1) == draw(0, "a", 1)
 
 
-def reference_penalties(logits: list[float], prompt: list[int], output: list[int], params: Any) -> list[float]:
+def reference_penalties(
+    logits: list[float], prompt: list[int], output: list[int], params: Any
+) -> list[float]:
     result = []
     for token, value in enumerate(logits):
         if token in prompt or token in output:
@@ -342,7 +352,9 @@ def test_bad_words() -> None:
     def next_token(prompt: list[int], output: list[int]) -> int:
         bench = Bench()
         bench.add("other", SamplingParams(temperature=0), [1])
-        bench.add("a", SamplingParams(temperature=0, bad_words=["x"], bad_words_token_ids=words), prompt, output)
+        bench.add(
+            "a", SamplingParams(temperature=0, bad_words=["x"], bad_words_token_ids=words), prompt, output
+        )
         return bench.sample(logits.repeat(2, 1), ["other", "a"])[1]
 
     assert next_token([1], []) == 7

@@ -83,7 +83,7 @@ class SafetensorsCheckpoint:
                     f"{directory} has no *.safetensors file; other weight formats are not supported"
                 )
             for file in files:
-                self.file_of.update(dict.fromkeys(self._file(file).keys(), file))  # noqa: SIM118
+                self.file_of.update(dict.fromkeys(self._file(file).keys(), file))
 
     def _from_index(self, index: Path) -> None:
         try:

@@ -37,9 +37,10 @@ def warm_up(runner: GPUModelRunner) -> list[str]:
     ]
     ids = [request.req_id for request in new]
     steps: list[tuple[str, list[NewRequestData], dict[str, int]]] = [
-        ("prefill", [new[0]], {ids[0]: prompt_len}),
-        ("decode", [], {ids[0]: 1}),
+        ("prefill", [new[0]], {ids[0]: prompt_len})
     ]
+    if runner.max_model_len > prompt_len:
+        steps.append(("decode", [], {ids[0]: 1}))
     if num_reqs == 2 and prompt_len > 2:
         steps += [
             ("mixed", [new[1]], {ids[0]: 1, ids[1]: first_len}),

@@ -7,7 +7,6 @@ Articles: part 1 §8.2
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minivllm.sampling_params import SamplingParams
