@@ -106,7 +106,7 @@ def test_unreadable_files(checkpoint: Path, tmp_path: Path) -> None:
         tokens(path)
     index = path / "model.safetensors.index.json"
     index.write_text("{}")
-    with pytest.raises(ConfigError, match="index.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"index\.json cannot be read"):
         tokens(path)
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
     with pytest.raises(ConfigError, match=r"gone.safetensors does not exist"):

@@ -340,7 +340,7 @@ def test_logit_bias_and_min_tokens() -> None:
     bench.add("long", SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[4]), [1], [5, 5])
     bench.add("plain", SamplingParams(temperature=0), [1])
     assert bench.sample(logits, ["bias", "short", "long", "plain"]) == [7, 0, 3, 3]
-    assert bench.sample(logits, ["plain", "short"][::-1] + ["bias", "long"]) == [0, 3, 7, 3]
+    assert bench.sample(logits, ["short", "plain", "bias", "long"]) == [0, 3, 7, 3]
 
 
 def test_bad_words() -> None:

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from minivllm import envs, tracing
 from minivllm.distributed.cpu_communicator import CpuCommunicator
@@ -86,7 +87,8 @@ class GroupCoordinator:
                 self._all_reduce, self._all_gather = communicator.all_reduce, communicator.all_gather
                 s.set(transport=communicator.transport)
             elif self.backend == "nccl":
-                s.set(transport="nccl", nccl_version=".".join(map(str, torch.cuda.nccl.version())))
+                version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+                s.set(transport="nccl", nccl_version=".".join(map(str, version)))
             else:
                 s.set(transport=self.backend)
 
@@ -232,7 +234,7 @@ def init_distributed_environment(
         "dist.rendezvous", method=distributed_init_method.partition(":")[0], rank=rank, world_size=world_size
     ) as s:
         store, rank, world_size = next(
-            dist.rendezvous(distributed_init_method, rank, world_size, timeout=timeout)
+            rendezvous(distributed_init_method, rank, world_size, timeout=timeout)
         )
         store.set_timeout(timeout)
         # TCPStore makes clients wait for its server only. This makes each rank wait for all, and says so in the span.

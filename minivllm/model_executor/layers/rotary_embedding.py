@@ -25,7 +25,7 @@ class RotaryEmbedding(Layer):
         self, head_dim: int, max_position: int, base: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.half = head_dim // 2
+        self.half_dim = head_dim // 2
         inv_freq = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos(), angles.sin()
@@ -41,4 +41,4 @@ class RotaryEmbedding(Layer):
 
     def forward(self, heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         """Turn `heads` into `out`; both `[num_tokens, num_heads, head_dim]`, queries and keys alike."""
-        torch.addcmul(heads * cos, heads.roll(self.half, -1), sin, out=out)
+        torch.addcmul(heads * cos, heads.roll(self.half_dim, -1), sin, out=out)

@@ -42,7 +42,8 @@ class LlamaMLP(Layer):
         self.act_fn = SiluAndMul()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        y: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return y
 
 
 class LlamaAttention(Layer):
@@ -69,7 +70,8 @@ class LlamaAttention(Layer):
         # Queries and keys lie side by side and are turned in place, by the same operations.
         qk = qkv[:, : self.num_qk_heads]
         rotary_emb(self.normalize_heads(qk), cos, sin, qk)
-        return self.o_proj(self.attn(qkv[:, : self.num_heads], qkv[:, self.num_heads :]))
+        y: Tensor = self.o_proj(self.attn(qkv[:, : self.num_heads], qkv[:, self.num_heads :]))
+        return y
 
     def normalize_heads(self, qk: Tensor) -> Tensor:
         """What happens to queries and keys before they are turned: nothing in Llama."""
@@ -126,7 +128,8 @@ class LlamaModel(Layer):
         cos, sin = self.rotary_emb.get_cos_sin(positions)
         for layer in self.layer_list:
             x, residual = layer(x, residual, cos, sin, self.rotary_emb)
-        return self.norm(x, residual)[0]
+        y: Tensor = self.norm(x, residual)[0]
+        return y
 
 
 class LlamaForCausalLM(CausalLM):
@@ -149,10 +152,12 @@ class LlamaForCausalLM(CausalLM):
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.model(input_ids, positions)
+        hidden_states: Tensor = self.model(input_ids, positions)
+        return hidden_states
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return self.logits_processor(self.lm_head, hidden_states)
+        logits: Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return logits
 
     def attention_layers(self) -> Iterator[Attention]:
         return (layer.self_attn.attn for layer in self.model.layer_list)

@@ -45,7 +45,7 @@ class AsyncOutput(AsyncModelRunnerOutput):
                 self.sampled = _to_cpu(self.sampled)
                 self.logprobs = {r: t.map(_to_cpu) for r, t in self.logprobs.items()}
                 self.prompt_logprobs = {r: t.map(_to_cpu) for r, t in prompt_logprobs.items()}
-            self.event = torch.cuda.Event()
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(copy_stream)
 
     def get_output(self) -> ModelRunnerOutput:
@@ -62,6 +62,11 @@ class AsyncOutput(AsyncModelRunnerOutput):
             {req_id: _to_lists(tensors) for req_id, tensors in self.logprobs.items()},
             {req_id: _to_lists(tensors) for req_id, tensors in self.prompt_logprobs.items()},
         )
+
+
+def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for AsyncOutput's copies; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ Articles: part 1 §8.3
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -97,5 +99,5 @@ def build_dummy_attn_metadata(num_tokens: int, num_reqs: int, device: torch.devi
     All of them write to the null block.
     """
     bounds = np.linspace(0, num_tokens, num_reqs + 1).astype(int).tolist()
-    prefills = [PrefillMetadata(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    prefills = [PrefillMetadata(start, end) for start, end in pairwise(bounds)]
     return AttentionMetadata(torch.zeros(num_tokens, dtype=torch.int64, device=device), prefills=prefills)

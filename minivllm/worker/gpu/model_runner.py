@@ -26,7 +26,7 @@ from minivllm.model_executor.model_loader.default_loader import DTYPES
 from minivllm.model_executor.models.interfaces import CausalLM
 from minivllm.outputs import DraftTokenIds, ModelRunnerOutput
 from minivllm.platforms import get_platform
-from minivllm.worker.gpu.async_utils import AsyncOutput
+from minivllm.worker.gpu.async_utils import AsyncOutput, make_copy_stream
 from minivllm.worker.gpu.attn_utils import build_dummy_attn_metadata, get_kv_cache_spec, init_kv_cache
 from minivllm.worker.gpu.block_table import BlockTables
 from minivllm.worker.gpu.input_batch import InputBatch, InputBuffers, make_input_batch, post_update
@@ -75,7 +75,7 @@ class GPUModelRunner:
                 req_states=f"{self.max_num_reqs} slots of {self.max_model_len + 1} tokens",
                 input_buffers=f"{self.max_num_tokens} tokens",
             )
-        self.output_copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.output_copy_stream = make_copy_stream(device)
         self.model: CausalLM | None = None
         self.kv_caches: list[Tensor] = []
         self.execute_model_state: ExecuteModelState | None = None
@@ -139,7 +139,8 @@ class GPUModelRunner:
         input_ids = self.input_buffers.input_ids[:num_tokens].zero_()
         positions = self.input_buffers.positions[:num_tokens].zero_()
         with set_forward_context(build_dummy_attn_metadata(num_tokens, num_reqs, self.device)):
-            return self._model(input_ids, positions)
+            hidden_states: Tensor = self._model(input_ids, positions)
+            return hidden_states
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Free the slots of requests that left, fill those of new ones, give blocks to both new and old."""

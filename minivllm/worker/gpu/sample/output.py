@@ -29,6 +29,11 @@ class LogprobsTensors:
     def map(self, f: Callable[[Tensor], Tensor]) -> LogprobsTensors:
         return LogprobsTensors(f(self.token_ids), f(self.logprobs), f(self.ranks))
 
+    def row(self, index: int, num_logprobs: int) -> LogprobsTensors:
+        """One position with its `num_logprobs` most likely tokens."""
+        rows, columns = slice(index, index + 1), slice(num_logprobs + 1)
+        return LogprobsTensors(self.token_ids[rows, columns], self.logprobs[rows, columns], self.ranks[rows])
+
 
 @dataclass(slots=True)
 class SamplerOutput:

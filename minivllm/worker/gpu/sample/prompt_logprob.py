@@ -38,9 +38,9 @@ class PromptLogprobsWorker:
         """Args:
         is_resumed: the request comes back after a preemption and had finished its prompt.
         """
-        wanted = params.prompt_logprobs is not None and not is_resumed
-        self.num_prompt_logprobs[slot] = params.prompt_logprobs if wanted else _NONE
-        if wanted:
+        self.num_prompt_logprobs[slot] = _NONE
+        if params.prompt_logprobs is not None and not is_resumed:
+            self.num_prompt_logprobs[slot] = params.prompt_logprobs
             self.in_progress[req_id] = []
 
     def remove_request(self, req_id: str) -> None:

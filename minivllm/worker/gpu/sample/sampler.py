@@ -129,8 +129,6 @@ class Sampler:
             logits.index_select(0, rows_gpu), int(numbers.max()), sampled.index_select(0, rows_gpu)
         )
         return {
-            batch.req_ids[row]: tensors.map(
-                lambda t, i=i, k=k: t[i : i + 1, : k + 1] if t.dim() > 1 else t[i : i + 1]
-            )
+            batch.req_ids[row]: tensors.row(i, k)
             for i, (row, k) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True))
         }
