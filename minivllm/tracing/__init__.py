@@ -26,7 +26,7 @@ from minivllm import envs
 from minivllm.exceptions import ConfigError
 from minivllm.tracing import catalogue, context, failpoints
 from minivllm.tracing import spans as _spans
-from minivllm.tracing.board import BOARD_BYTES, read_board
+from minivllm.tracing.board import BOARD_BYTES, attach_board, detach_board, read_board
 from minivllm.tracing.failpoints import FailpointError
 from minivllm.tracing.files import TraceFiles
 from minivllm.tracing.parents import parents as _parents
@@ -35,9 +35,7 @@ from minivllm.tracing.process import ROLES, clock, identity, renew_identity
 from minivllm.tracing.recorder import recorder as _recorder
 from minivllm.tracing.spans import (
     Span,
-    attach_board,
     current_span,
-    detach_board,
     instrument,
     pack_context,
     save_before_death,

@@ -11,6 +11,8 @@ open a moment ago.
 from __future__ import annotations
 
 from minivllm.tracing.catalogue import BY_INDEX
+from minivllm.tracing.place import ThreadState, local
+from minivllm.tracing.spec import RPC
 
 BOARD_BYTES = 64
 MAX_DEPTH = 14
@@ -47,6 +49,38 @@ class Board:
         """Let go of the memory, so that its owner can unmap it. What it shows stays."""
         self._depth.release()
         self._steps.release()
+
+
+_attached: ThreadState | None = None
+
+
+def attach_board(memory: memoryview) -> None:
+    """Keep the names of the steps that the calling thread has open in this line of shared memory (64 bytes).
+
+    Steps that are open already are entered at once. Other threads do not disturb it.
+    """
+    global _attached
+    detach_board()
+    board, thread = Board(memory), local.thread
+    stack = []
+    item = thread.current
+    while item is not None:
+        stack.append(item)
+        item = item.outer
+    for item in reversed(stack):
+        if item.spec.level <= RPC:
+            item.depth = board.push(item.spec.index)
+    thread.board = board
+    _attached = thread
+
+
+def detach_board() -> None:
+    """Let go of the board's memory so that it can be unmapped. What it shows stays."""
+    global _attached
+    thread, _attached = _attached, None
+    if thread is not None and thread.board is not None:
+        board, thread.board = thread.board, None
+        board.release()
 
 
 def read_board(memory: memoryview) -> list[str]:

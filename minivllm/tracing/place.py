@@ -17,6 +17,7 @@ import minivllm
 from minivllm.tracing.encode import quote
 
 if TYPE_CHECKING:
+    from minivllm.tracing.board import Board
     from minivllm.tracing.spans import Span
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(minivllm.__file__))) + os.sep
@@ -36,13 +37,19 @@ NOWHERE = Site("?", "?", 0, '{"key":"code.function.name","value":{"stringValue":
 
 
 class ThreadState:
-    """What the hot path needs to know about its thread. `current` is the innermost open span of a `with`."""
+    """What the hot path needs to know about its thread.
 
-    __slots__ = ("current", "json", "main", "name", "native_id")
+    Attributes:
+        current: the innermost open span of a `with`.
+        board: the step board that this thread keeps, if any.
+    """
+
+    __slots__ = ("board", "current", "json", "main", "name", "native_id")
 
     def __init__(self) -> None:
         thread = threading.current_thread()
         self.current: Span | None = None
+        self.board: Board | None = None
         self.name = thread.name
         self.native_id = threading.get_native_id()
         self.main = thread is threading.main_thread()
@@ -57,6 +64,9 @@ class ThreadLocal(threading.local):
 
     def __init__(self) -> None:
         self.thread = ThreadState()
+
+
+local = ThreadLocal()
 
 
 def make_site(code: CodeType, line: int, module: str, qualname: str) -> Site:

@@ -22,11 +22,11 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from minivllm.tracing import context, failpoints
-from minivllm.tracing.board import Board
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
 from minivllm.tracing.open_table import END, END_OFFSET, SLOT
 from minivllm.tracing.parents import parents
-from minivllm.tracing.place import NOWHERE, Site, ThreadLocal, ThreadState, find_site, make_site
+from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, make_site
+from minivllm.tracing.place import local as _local
 from minivllm.tracing.recorder import recorder
 from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
 
@@ -34,14 +34,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 STATUS_UNSET, STATUS_OK, STATUS_ERROR = 0, 1, 2
 
 
-_local = ThreadLocal()
 _level = OFF
 _enabled: dict[str, SpanSpec] = {}
 _hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
 _ids = context.new_span_ids()
 _failpoints: dict[str, list[failpoints.Failpoint]] = {}
-_board: Board | None = None
-_board_thread: ThreadState | None = None
 _sites: list[Site | None] = [None] * (len(BY_INDEX) + 1)
 _append = recorder.finished.append
 _open = recorder.open
@@ -153,8 +150,8 @@ class Span(msgspec.Struct, gc=False, eq=False):
     def __enter__(self) -> Span:
         thread = self.thread
         thread.current = self
-        if thread is _board_thread and self.spec.level <= RPC:
-            self.depth = _push(self.spec.index)
+        if thread.board is not None and self.spec.level <= RPC:
+            self.depth = thread.board.push(self.spec.index)
         if _failpoints and self.spec.name in _failpoints:
             try:
                 _fire(self)
@@ -166,9 +163,10 @@ class Span(msgspec.Struct, gc=False, eq=False):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self.thread.current = self.outer
-        if self.depth >= 0:
-            _restore(self.depth)
+        thread = self.thread
+        thread.current = self.outer
+        if self.depth >= 0 and thread.board is not None:
+            thread.board.restore(self.depth)
         if exc is not None:
             self.record_exception(exc)
         # The body of end(), once more: a call less.
@@ -207,9 +205,10 @@ class _Step(Span, gc=False, eq=False):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self.thread.current = self.outer
-        if self.depth >= 0:
-            _restore(self.depth)
+        thread = self.thread
+        thread.current = self.outer
+        if self.depth >= 0 and thread.board is not None:
+            thread.board.restore(self.depth)
 
 
 class _NullSpan(Span, gc=False, eq=False):
@@ -503,48 +502,11 @@ def apply(level: int, active_failpoints: dict[str, list[failpoints.Failpoint]]) 
         _table_free = []  # the memory stays for spans that are just ending
 
 
-def attach_board(memory: memoryview) -> None:
-    """Keep the names of the steps that the calling thread has open in this line of shared memory (64 bytes).
-
-    Steps that are open already are entered at once. Other threads do not disturb it.
-    """
-    global _board, _board_thread
-    detach_board()
-    board, thread = Board(memory), _local.thread
-    stack = []
-    item = thread.current
-    while item is not None:
-        stack.append(item)
-        item = item.outer
-    for item in reversed(stack):
-        if item.spec.level <= RPC:
-            item.depth = board.push(item.spec.index)
-    _board, _board_thread = board, thread
-
-
-def detach_board() -> None:
-    """Let go of the board's memory so that it can be unmapped."""
-    global _board, _board_thread
-    board, _board, _board_thread = _board, None, None
-    if board is not None:
-        board.release()
-
-
-def _push(index: int) -> int:
-    return _board.push(index) if _board is not None else -1
-
-
-def _restore(depth: int) -> None:
-    if _board is not None:
-        _board.restore(depth)
-
-
 def forget() -> None:
     """In a forked child: new ids, nothing open, no board; the parent's context becomes that of the environment."""
-    global _ids, _board, _board_thread
+    global _ids
     _ids = context.new_span_ids()
-    _board = _board_thread = None  # not released: the memory belongs to the parent's mapping
     packed = pack_context()
     parents.forget(context.unpack(packed) if packed else None)
-    _local.thread = ThreadState()
+    _local.thread = ThreadState()  # without the board: that line is the parent's
     recorder.forget()
