@@ -9,7 +9,6 @@ Structs travel as msgpack arrays: names of fields are not sent, trailing default
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import msgspec
 
@@ -145,25 +144,3 @@ class StartupMessage(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     error: str = ""
     error_type: str = ""
     rank_steps: list[str] = []
-
-
-def encode_exception(error: BaseException) -> bytes:
-    """Pickle an exception; one that cannot travel becomes a RuntimeError with its type and text."""
-    import pickle
-    import traceback
-
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-        return data
-    except Exception:
-        text = "".join(traceback.format_exception(error))
-        return pickle.dumps(RuntimeError(f"{type(error).__qualname__}: {error}\n{text}"))
-
-
-def decode_exception(data: bytes) -> BaseException:
-    """The other half of encode_exception."""
-    import pickle
-
-    error: Any = pickle.loads(data)
-    return error if isinstance(error, BaseException) else RuntimeError(str(error))

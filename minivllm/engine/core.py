@@ -9,17 +9,14 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 import zmq
@@ -40,16 +37,17 @@ from minivllm.engine import (
     StartupMessage,
     UtilityOutput,
     UtilityRequest,
-    encode_exception,
+)
+from minivllm.engine.core_process import (
+    HURRY_SIGNAL,
+    Ending,
+    monitor_client,
+    say_goodbye,
+    send_startup_message,
 )
 from minivllm.engine.input_processor import check_request
-from minivllm.exceptions import (
-    ConfigError,
-    ExecutorFailedError,
-    RemoteError,
-    WorkerStartupError,
-    WorkerStartupTimeout,
-)
+from minivllm.engine.serial_utils import FunctionByValue, encode_exception, pickle_value
+from minivllm.exceptions import ExecutorFailedError
 from minivllm.executor.status_page import StatusPage
 from minivllm.utils.system_utils import configure_logging, decorate_logs, set_process_title
 
@@ -58,11 +56,7 @@ if TYPE_CHECKING:
     from minivllm.executor.status_page import RankStatus
     from minivllm.outputs import ModelRunnerOutput
 
-ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
-# Errors of a start-up that the client raises again as what they are.
-STARTUP_ERRORS = (ConfigError, WorkerStartupTimeout, WorkerStartupError)
-# The client sends it instead of SIGTERM when nobody waits for what the workers are at.
-HURRY_SIGNAL = signal.SIGUSR1
+    OutputFuture: TypeAlias = Future[ModelRunnerOutput | None]
 
 
 class EngineCore:
@@ -209,11 +203,12 @@ class EngineCore:
         no grammar has to be computed in between; that saves the workers a wait for this process.
         """
         executor = self.model_executor
-        executed = executor.execute_model(scheduler_output, non_block=True)
-        if not scheduler_output.num_scheduled_tokens:
-            # Only news of finished or preempted requests: nothing to sample.
-            return _BatchInFlight(scheduler_output, executed, None)
-        return _BatchInFlight(scheduler_output, executed, executor.sample_tokens(None, non_block=True))
+        executed = cast("OutputFuture", executor.execute_model(scheduler_output, non_block=True))
+        sampled = None
+        # Without tokens there is only news of finished or preempted requests.
+        if scheduler_output.num_scheduled_tokens:
+            sampled = cast("OutputFuture", executor.sample_tokens(None, non_block=True))
+        return _BatchInFlight(scheduler_output, executed, sampled)
 
     # --- calls and the end
 
@@ -225,7 +220,8 @@ class EngineCore:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Call a method on all workers; one result per rank."""
-        return self.model_executor.collective_rpc(method, timeout=timeout, args=args, kwargs=kwargs)
+        results: list[Any] = self.model_executor.collective_rpc(method, timeout, args, kwargs)
+        return results
 
     def shutdown(self, hurried: bool = False) -> None:
         """End the workers. Idempotent.
@@ -251,8 +247,8 @@ class _BatchInFlight:
     def __init__(
         self,
         scheduler_output: SchedulerOutput,
-        executed: Future[ModelRunnerOutput | None],
-        sampled: Future[ModelRunnerOutput | None] | None,
+        executed: OutputFuture,
+        sampled: OutputFuture | None,
     ) -> None:
         self.scheduler_output = scheduler_output
         self.executed = executed
@@ -276,39 +272,6 @@ def _has_news(scheduler_output: SchedulerOutput) -> bool:
         or scheduler_output.finished_req_ids
         or scheduler_output.preempted_req_ids
     )
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionByValue:
-    """A function on its way from the client to the workers.
-
-    It stays pickled in EngineCore, which must not import what the function needs (torch, above all).
-    """
-
-    name: str
-    data: bytes
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> FunctionByValue:
-        import cloudpickle
-
-        return cls(getattr(function, "__name__", type(function).__name__), cloudpickle.dumps(function))
-
-    def as_callable(self) -> Callable[..., Any]:
-        """Something that the executor can call, or pickle: it arrives at a worker as the function itself."""
-        return _Unpickling(self)
-
-
-class _Unpickling:
-    def __init__(self, function: FunctionByValue) -> None:
-        self._function = function
-        self.__name__ = function.name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return pickle.loads(self._function.data)(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._function.data,)
 
 
 class EngineCoreProc(EngineCore):
@@ -372,7 +335,7 @@ class EngineCoreProc(EngineCore):
 
     def _process_input(self) -> None:
         socket = self._socket
-        while socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator, arg-type]
             message = socket.recv()
             kind, payload = message[:1], memoryview(message)[1:]
             if kind == EngineCoreRequestType.ADD.value:
@@ -406,7 +369,7 @@ class EngineCoreProc(EngineCore):
             method, *rest = args
             if isinstance(method, FunctionByValue):
                 method = method.as_callable()
-            result = _pickle(self.collective_rpc(method, *rest, **kwargs))
+            result = pickle_value(self.collective_rpc(method, *rest, **kwargs))
         except ExecutorFailedError:
             raise
         except Exception as e:
@@ -444,9 +407,9 @@ class EngineCoreProc(EngineCore):
             death_reader: EOF when the client is gone.
             status_page: its only line is where the client reads what this process is doing.
         """
-        ending = _Ending()
+        ending = Ending()
         threading.Thread(
-            target=_monitor_client,
+            target=monitor_client,
             args=(client_pid, death_reader, address),
             name="minivllm-client-monitor",
             daemon=True,
@@ -477,7 +440,7 @@ class EngineCoreProc(EngineCore):
             ending.hurried |= not ending.begun
             ending.begun = True
             exit_code = e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else 1
-            _say_goodbye(socket, engine_core is not None, e)
+            say_goodbye(socket, engine_core is not None, e)
         finally:
             if engine_core is not None:
                 engine_core.shutdown(ending.hurried)
@@ -487,88 +450,7 @@ class EngineCoreProc(EngineCore):
         sys.exit(exit_code)
 
 
-class _Ending:
-    """Turns the first signal into SystemExit, and no later one: the clean-up must not be torn apart.
-
-    Attributes:
-        begun: the process is on its way out.
-        hurried: no patience for busy workers.
-    """
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.hurried = False
-
-    def on_signal(self, signum: int, frame: Any) -> None:
-        if not self.begun:
-            self.begun = True
-            self.hurried = signum == HURRY_SIGNAL
-            raise SystemExit(128 + signal.SIGTERM)
-
-
-def _monitor_client(client_pid: int, death_reader: Connection, address: str) -> None:
-    """Body of the thread that ends this process when the client is gone.
-
-    At once and without a clean-up by the main thread, which may be inside a step or a start-up for long: the kernel
-    closes what this process holds, and the workers' own death pipes tell them.
-    """
-    watched: list[Any] = [death_reader]
-    # Any other child that the client forks holds the write end open, too; a pidfd does not care.
-    if sys.platform == "linux":
-        try:
-            watched.append(os.pidfd_open(client_pid))
-        except OSError:
-            # An old kernel, or the client is gone already: then the pipe has to do.
-            pass
-    wait(watched)
-    remove_socket_directory(address)
-    tracing.save_before_death()
-    os._exit(1)
-
-
-def remove_socket_directory(address: str) -> None:
-    """Remove the private directory of an ipc:// address; nothing happens when it is gone."""
-    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
-
-
-def send_startup_message(socket: zmq.Socket[bytes], message: StartupMessage) -> None:
-    socket.send(msgspec.msgpack.encode(message))
-
-
-def _say_goodbye(socket: zmq.Socket[bytes], ready: bool, error: BaseException) -> None:
-    """Tell the client why this process ends; a client that is gone or no longer listens is no obstacle."""
-    if isinstance(error, SystemExit):
-        error = ExecutorFailedError("EngineCore was ended by SIGTERM")
-    text = describe_failure(error)
-    message = ENGINE_CORE_DEAD + text.encode()
-    if not ready:
-        kind = next((k.__name__ for k in STARTUP_ERRORS if isinstance(error, k)), "")
-        message = msgspec.msgpack.encode(StartupMessage("failed", error=text, error_type=kind))
-    try:
-        socket.send(message, zmq.NOBLOCK)
-    except zmq.ZMQError:
-        pass
-
-
-def describe_failure(error: BaseException) -> str:
-    """The text that the user sees: errors of ours speak for themselves, any other needs its traceback."""
-    if isinstance(error, (ConfigError, ExecutorFailedError, RemoteError)):
-        return str(error)
-    lines = "".join(traceback.format_exception(error)).rstrip()
-    return f"{type(error).__qualname__}: {error}\n--- traceback in EngineCore ---\n{lines}"
-
-
 def _request_id(payload: memoryview) -> str:
     """The id of a request that cannot be decoded as a whole, so that its sender can be told."""
     fields = msgspec.msgpack.decode(payload)
     return fields[0] if isinstance(fields, list) and fields and isinstance(fields[0], str) else ""
-
-
-def _pickle(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception:
-        # Values of classes and functions that were themselves sent by value.
-        import cloudpickle
-
-        return cloudpickle.dumps(value)

@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import threading
 import time
@@ -32,18 +33,16 @@ from minivllm.engine import (
     EngineCoreRequestType,
     StartupMessage,
     UtilityRequest,
-    decode_exception,
 )
-from minivllm.engine.core import (
+from minivllm.engine.core import EngineCore, EngineCoreProc
+from minivllm.engine.core_process import (
     ENGINE_CORE_DEAD,
     HURRY_SIGNAL,
     STARTUP_ERRORS,
-    EngineCore,
-    EngineCoreProc,
-    FunctionByValue,
     describe_failure,
     remove_socket_directory,
 )
+from minivllm.engine.serial_utils import FunctionByValue, decode_exception, pickle_value
 from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError
 from minivllm.executor.status_page import StatusPage
 from minivllm.utils.system_utils import (
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 OnProgress = Callable[[str], None]
-_PROGRESS_INTERVAL_S = 0.1
+_PROGRESS_INTERVAL_MS = 100
 _KILL_AFTER_S = 2.0
 
 
@@ -172,8 +171,9 @@ class InprocClient(EngineCoreClient):
             raise EngineDeadError(self._failure) from e
 
     def shutdown(self) -> None:
+        hurried = self._failure is not None
         self._failure = self._failure or "the engine has been shut down"
-        self.engine_core.shutdown()
+        self.engine_core.shutdown(hurried)
 
 
 class BackgroundResources:
@@ -190,6 +190,7 @@ class BackgroundResources:
         self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self._closed = False
+        self._pidfd = -1
         self._address = f"ipc://{tempfile.mkdtemp(prefix='minivllm-engine-', dir=_socket_base())}/engine"
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
@@ -218,7 +219,9 @@ class BackgroundResources:
             self.status_page.close_descriptor()
         self.poller = zmq.Poller()
         self.poller.register(self.socket, zmq.POLLIN)
-        self.poller.register(self.process.sentinel, zmq.POLLIN)
+        self._pidfd = _pidfd(self.process)
+        # Workers that EngineCore forks hold the sentinel's other end, too; a pidfd does not care.
+        self.poller.register(self.process.sentinel if self._pidfd < 0 else self._pidfd, zmq.POLLIN)
 
     def remove_socket_files(self) -> None:
         remove_socket_directory(self._address)
@@ -247,6 +250,8 @@ class BackgroundResources:
                 self._end_process()
             finally:
                 self._death_writer.close()
+                if self._pidfd >= 0:
+                    os.close(self._pidfd)
                 self.socket.close()
                 self._context.term()
                 self.remove_socket_files()
@@ -256,14 +261,15 @@ class BackgroundResources:
         process = self.process
         if process.pid is None:
             return
-        if not self.waiting:
+        patience = _KILL_AFTER_S
+        if self.waiting:
+            if process.is_alive():
+                os.kill(process.pid, HURRY_SIGNAL)
+        else:
             process.terminate()
-        elif process.is_alive():
-            os.kill(process.pid, HURRY_SIGNAL)
-        # EngineCore gives its workers the first two itself.
-        process.join(
-            envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S + _KILL_AFTER_S
-        )
+            # That long EngineCore itself waits for its workers.
+            patience += envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S
+        process.join(patience)
         if process.is_alive():
             process.kill()
             process.join()
@@ -312,7 +318,7 @@ class SyncMPClient(EngineCoreClient):
         ranks: list[str] = []
         resources.waiting = True
         while True:
-            ready = dict(resources.poller.poll(_PROGRESS_INTERVAL_S * 1000))
+            ready = dict(resources.poller.poll(_PROGRESS_INTERVAL_MS))
             if on_progress is not None:
                 now = self._describe_progress(ranks)
                 if now and now != shown:
@@ -392,10 +398,11 @@ class SyncMPClient(EngineCoreClient):
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         target = method if isinstance(method, str) else FunctionByValue.of(method)
-        return self._call_utility("collective_rpc", target, timeout, args, kwargs)
+        results: list[Any] = self._call_utility("collective_rpc", target, timeout, args, kwargs)
+        return results
 
     def _call_utility(self, name: str, *args: Any) -> Any:
-        arguments = _pickle_arguments((args, {}))
+        arguments = pickle_value((args, {}))
         with self._lock:
             self._next_call_id += 1
             call_id = self._next_call_id
@@ -449,6 +456,16 @@ class SyncMPClient(EngineCoreClient):
         self.resources.close()
 
 
+def _pidfd(process: multiprocessing.process.BaseProcess) -> int:
+    """A descriptor that becomes readable when the process ends; -1 where there is no such thing."""
+    if sys.platform == "linux" and process.pid is not None:
+        try:
+            return os.pidfd_open(process.pid)
+        except OSError:
+            pass
+    return -1
+
+
 def _socket_base() -> str:
     """A directory for the socket: its address must fit into about 100 characters, whatever TMPDIR says."""
     base = tempfile.gettempdir()
@@ -458,12 +475,3 @@ def _socket_base() -> str:
 def _startup_error(message: StartupMessage) -> Exception:
     kinds = {kind.__name__: kind for kind in STARTUP_ERRORS}
     return kinds.get(message.error_type, EngineDeadError)(message.error)
-
-
-def _pickle_arguments(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception:
-        import cloudpickle
-
-        return cloudpickle.dumps(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,8 @@ class LLM:
             _end_trace(self._run, vllm_config)
             raise
         self._request_counter = itertools.count()
+        # A step's outputs go to whoever asked for the step, so only one caller may be at it.
+        self._generate_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _shutdown, self.llm_engine, self._run)
 
     def generate(
@@ -96,9 +99,9 @@ class LLM:
         order = {request.request_id: index for index, (_, request) in enumerate(requests)}
         outputs: list[RequestOutput | None] = [None] * len(requests)
         try:
-            for text, request in requests:
-                engine.add_request(text, request)
-            with _progress(len(requests), use_tqdm) as advance:
+            with self._generate_lock, _progress(len(requests), use_tqdm) as advance:
+                for text, request in requests:
+                    engine.add_request(text, request)
                 missing = len(requests)
                 while missing:
                     for output in engine.step():

@@ -1,0 +1,105 @@
+"""How the EngineCore process ends, and what its client hears of it.
+
+vLLM 0.25.1: vllm/v1/engine/core.py (EngineCoreProc.run_engine_core, EngineCoreProc._send_engine_dead), vllm/v1/engine/utils.py (SignalCallback)
+Articles: part 2 §2.6.3, §2.6.4
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import msgspec
+import zmq
+
+from minivllm import tracing
+from minivllm.engine import StartupMessage
+from minivllm.exceptions import (
+    ConfigError,
+    ExecutorFailedError,
+    RemoteError,
+    WorkerStartupError,
+    WorkerStartupTimeout,
+)
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+# Errors of a start-up that the client raises again as what they are; the most special ones first.
+STARTUP_ERRORS = (ConfigError, WorkerStartupTimeout, WorkerStartupError)
+# The client sends it instead of SIGTERM when nobody waits for what the workers are at.
+HURRY_SIGNAL = signal.SIGUSR1
+
+
+class Ending:
+    """Turns the first signal into SystemExit, and no later one: the clean-up must not be torn apart.
+
+    Attributes:
+        begun: the process is on its way out.
+        hurried: no patience for busy workers.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.hurried = False
+
+    def on_signal(self, signum: int, frame: Any) -> None:
+        if not self.begun:
+            self.begun = True
+            self.hurried = signum == HURRY_SIGNAL
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+def monitor_client(client_pid: int, death_reader: Connection, address: str) -> None:
+    """Body of the thread that ends this process when the client is gone.
+
+    At once and without a clean-up by the main thread, which may be inside a step or a start-up for long: the kernel
+    closes what this process holds, and the workers' own death pipes tell them.
+    """
+    watched: list[Any] = [death_reader]
+    # Any other child that the client forks holds the write end open, too; a pidfd does not care.
+    if sys.platform == "linux":
+        try:
+            watched.append(os.pidfd_open(client_pid))
+        except OSError:
+            # An old kernel, or the client is gone already: then the pipe has to do.
+            pass
+    wait(watched)
+    remove_socket_directory(address)
+    tracing.save_before_death()
+    os._exit(1)
+
+
+def remove_socket_directory(address: str) -> None:
+    """Remove the private directory of an ipc:// address; nothing happens when it is gone."""
+    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
+
+
+def send_startup_message(socket: zmq.Socket[bytes], message: StartupMessage) -> None:
+    socket.send(msgspec.msgpack.encode(message))
+
+
+def say_goodbye(socket: zmq.Socket[bytes], ready: bool, error: BaseException) -> None:
+    """Tell the client why this process ends; a client that is gone or no longer listens is no obstacle."""
+    if isinstance(error, SystemExit):
+        error = ExecutorFailedError("EngineCore was ended by SIGTERM")
+    text = describe_failure(error)
+    message = ENGINE_CORE_DEAD + text.encode()
+    if not ready:
+        kind = next((k.__name__ for k in STARTUP_ERRORS if isinstance(error, k)), "")
+        message = msgspec.msgpack.encode(StartupMessage("failed", error=text, error_type=kind))
+    try:
+        socket.send(message, zmq.NOBLOCK)
+    except zmq.ZMQError:
+        pass
+
+
+def describe_failure(error: BaseException) -> str:
+    """The text that the user sees: errors of ours speak for themselves, any other needs its traceback."""
+    if isinstance(error, (ConfigError, ExecutorFailedError, RemoteError)):
+        return str(error)
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    return f"{type(error).__qualname__}: {error}\n--- traceback in EngineCore ---\n{lines}"

@@ -1,0 +1,76 @@
+"""Python values inside msgpack messages: arguments, results, exceptions and functions of utility calls.
+
+vLLM 0.25.1: vllm/v1/serial_utils.py (UtilityResult, run_method)
+Articles: part 2 §2.3.7
+
+They are pickled. Both ends belong to one user, and the socket lies in a directory that nobody else may enter.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+def pickle_value(value: Any) -> bytes:
+    """Pickle a value; classes and functions of the main script travel by value."""
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        import cloudpickle
+
+        data: bytes = cloudpickle.dumps(value)
+        return data
+
+
+def encode_exception(error: BaseException) -> bytes:
+    """Pickle an exception; one that cannot travel becomes a RuntimeError with its type and text."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:
+        text = "".join(traceback.format_exception(error))
+        return pickle.dumps(RuntimeError(f"{type(error).__qualname__}: {error}\n{text}"))
+
+
+def decode_exception(data: bytes) -> BaseException:
+    """The other half of encode_exception."""
+    error: Any = pickle.loads(data)
+    return error if isinstance(error, BaseException) else RuntimeError(str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionByValue:
+    """A function on its way from the client to the workers.
+
+    It stays pickled in EngineCore, which must not import what the function needs (torch, above all).
+    """
+
+    name: str
+    data: bytes
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> FunctionByValue:
+        import cloudpickle
+
+        return cls(getattr(function, "__name__", type(function).__name__), cloudpickle.dumps(function))
+
+    def as_callable(self) -> Callable[..., Any]:
+        """Something that the executor can call, or pickle: it arrives at a worker as the function itself."""
+        return _Unpickling(self)
+
+
+class _Unpickling:
+    def __init__(self, function: FunctionByValue) -> None:
+        self._function = function
+        self.__name__ = function.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return pickle.loads(self._function.data)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._function.data,)
