@@ -188,7 +188,8 @@ def test_failure_names_rank_signal_and_step(tmp_path: Path) -> None:
     names = [v.name for v in build_views(store, ["all"])]
     assert "failure" in names
     view = one(store, "failure")
-    assert "rank 1 died (SIGKILL) in worker.load_model" in view.explanation
+    assert "rank 1 was killed by SIGKILL in worker.load_model" in view.explanation
+    assert "monitor.worker_died noticed 1.00 ms later" in view.explanation
     died = row(view, "worker.load_model", "TP1")
     assert died.segments[0].kind is Kind.UNFINISHED and died.note == "never finished"
     # The spawn view of the same run claims no READY of the dead rank.

@@ -226,10 +226,18 @@ def write_run(
     if dies is not None:
         died = meet + 300
         core.span(
-            "worker.process", spawn_at[dies], died + 1, executor, rank=dies, pid=200 + dies, signal="SIGKILL"
+            "worker.process",
+            spawn_at[dies],
+            died + 1,
+            executor,
+            rank=dies,
+            process__pid=200 + dies,
+            process__exit__code=-9,
+            ended="was killed by SIGKILL",
+            error="was killed by SIGKILL",
         )
         core.span(
-            "monitor.worker_died", died + 2, died + 3, executor, rank=dies, signal="SIGKILL", error="SIGKILL"
+            "monitor.worker_died", died + 2, died + 3, executor, rank=dies, exitcode=-9, error="was killed"
         )
         core.span("executor.failure_callback", died + 4, died + 5, executor)
         core.span("executor.shutdown", died + 6, died + 60, executor)

@@ -10,8 +10,9 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,44 @@ class Terminated(BaseException):
         super().__init__(number)
         self.signal_name = signal.Signals(number).name
         self.exit_code = 128 + number
+
+
+class TracedFailure(Exception):
+    """An engine failure of a run whose trace tells more.
+
+    Attributes:
+        cause: the failure itself.
+        trace: the directory.
+    """
+
+    def __init__(self, cause: Exception, trace: Path) -> None:
+        super().__init__(cause, trace)
+        self.cause, self.trace = cause, trace
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Parse the command line, run its subcommand, and turn whatever ends it into an exit code."""
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return BAD_INPUT
+    try:
+        with signals():
+            code: int = args.run(args)
+            sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return INTERRUPTED
+    except Terminated as e:
+        complain(f"ended by {e.signal_name}")
+        return e.exit_code
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; that must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    except Exception as e:
+        return report(e, traceback=args.traceback)
 
 
 @contextmanager
@@ -94,7 +133,11 @@ def report(error: Exception, traceback: bool) -> int:
     if traceback or os.environ.get("MINIVLLM_LOG_LEVEL", "").upper() == "DEBUG":
         import traceback as tracebacks
 
-        tracebacks.print_exception(error)
+        tracebacks.print_exception(error.cause if isinstance(error, TracedFailure) else error)
+    if isinstance(error, TracedFailure):
+        code = report(error.cause, traceback=False)
+        complain(f"what happened: minivllm timeline {error.trace} --view failure")
+        return code
     # What a worker raised is appended below this line; the command line shows it with --traceback only.
     message = str(error).split("\n--- traceback", 1)[0].strip()
     if isinstance(error, (ConfigError, RequestError)):
@@ -134,4 +177,6 @@ def console(stderr: bool = False, width: int | None = None) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if width is None and not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         width = PIPE_WIDTH
-    return PipeConsole(stderr=stderr, width=width, highlight=False, soft_wrap=False, emoji=False, markup=False)
+    return PipeConsole(
+        stderr=stderr, width=width, highlight=False, soft_wrap=False, emoji=False, markup=False
+    )

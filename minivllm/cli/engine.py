@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm.cli import common
+
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
 
@@ -40,21 +42,43 @@ def add_engine_options(parser: argparse.ArgumentParser, tp: int) -> None:
 def running(args: argparse.Namespace, trace: Path | None, what: str, **settings: Any) -> Iterator[LLM]:
     """An engine that shows its start on stderr and is gone, with its processes, when the block ends."""
     from minivllm.cli.progress import starting
+    from minivllm.engine.arg_utils import EngineArgs
     from minivllm.entrypoints.llm import LLM
+    from minivllm.exceptions import ConfigError, RequestError
 
-    with starting(trace, what) as on_progress:
-        llm = LLM(
-            args.model,
-            tensor_parallel_size=args.tp,
-            device=args.device,
-            trace=trace,
-            on_progress=on_progress,
-            **settings,
-        )
+    settings = {
+        "model": args.model,
+        "tensor_parallel_size": args.tp,
+        "device": args.device,
+        "trace": trace,
+        **settings,
+    }
     try:
-        yield llm
+        # What cannot work is refused before anything is said about starting.
+        EngineArgs.from_kwargs(**settings).create_engine_config()
+        with starting(trace, what) as on_progress:
+            llm = LLM(on_progress=on_progress, **settings)
+        try:
+            yield llm
+        finally:
+            llm.shutdown()
+    except (ConfigError, RequestError, OSError):
+        raise
+    except Exception as e:
+        if trace is None:
+            raise
+        raise common.TracedFailure(e, trace) from e
     finally:
-        llm.shutdown()
+        if trace is not None:
+            _remove_if_empty(trace)
+
+
+def _remove_if_empty(trace: Path) -> None:
+    """A run that was refused before it began has recorded nothing and leaves nothing."""
+    try:
+        trace.rmdir()
+    except OSError:
+        pass
 
 
 def new_trace_directory(wanted: str | None) -> Path:

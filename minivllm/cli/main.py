@@ -10,62 +10,43 @@ own and imports what is heavy only when it runs, so that `minivllm --help` answe
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from minivllm.cli import common, demo, doctor, export, generate, spans, timeline
-
-_SUBCOMMANDS = (demo, generate, timeline, doctor, export, spans)
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
+    import argparse
+
+    import minivllm
+    from minivllm.cli import demo, doctor, export, generate, spans, timeline
+
     parser = argparse.ArgumentParser(
         prog="minivllm",
         description="How vLLM V1 runs one model over several processes: run it, see it, read it.",
         epilog="Start with `minivllm demo`. Each subcommand explains itself with --help.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
+    parser.add_argument("--version", action="version", version=f"minivllm {minivllm.__version__}")
     subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", dest="command")
-    for module in _SUBCOMMANDS:
+    for module in (demo, generate, timeline, doctor, export, spans):
         module.add_parser(subparsers)
     return parser
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        import minivllm
-
-        print(f"minivllm {minivllm.__version__}")
-        parser.exit()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code of the process."""
-    parser = make_parser()
     try:
-        args = parser.parse_args(argv)
-        if args.command is None:
-            parser.print_help()
-            return common.BAD_INPUT
-        with common.signals():
-            code: int = args.run(args)
-            sys.stdout.flush()
-        return code
+        # Imported here, so that Ctrl-C in the first hundred milliseconds is no traceback either.
+        from minivllm.cli import common
+
+        return common.run(make_parser(), argv)
     except KeyboardInterrupt:
-        common.complain("interrupted")
-        return common.INTERRUPTED
-    except common.Terminated as e:
-        common.complain(f"ended by {e.signal_name}")
-        return e.exit_code
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; that must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return common.CLOSED_PIPE
-    except Exception as e:
-        return common.report(e, traceback=getattr(args, "traceback", False))
+        print("minivllm: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -7,19 +7,30 @@ Articles: part 2 §2.3.2, §2.3.3, §2.6
 from __future__ import annotations
 
 from minivllm.timeline import text as words
-from minivllm.timeline.run import Run, failure_note, found_nothing, kind_of
+from minivllm.timeline.run import Run, found_nothing, kind_of
 from minivllm.timeline.view import Kind, Mark, Row, View
 from minivllm.trace_store import Process, Span
 
-_NOTICED = ("monitor.worker_died", "executor.failure_callback", "executor.shutdown")
-# What happened before and after the failure that still belongs in the picture.
+# Steps that belong in the picture although they themselves went well.
+_REACTIONS = (
+    "monitor.worker_died",
+    "executor.failure_callback",
+    "executor.shutdown",
+    "executor.terminate_graceful",
+    "executor.terminate_sigterm",
+    "executor.terminate_sigkill",
+    "engine_core.shutdown",
+)
+# Their status is about another process.
+_REPORTS = ("worker.process", "monitor.worker_died")
+# How much of the picture lies before the failure.
 _BEFORE_SHARE = 0.35
 _LEAST_NS = 20_000_000
 
 
 def has_failure(run: Run) -> bool:
     """Whether this run holds a failed or unfinished span."""
-    return bool(run.all("monitor.worker_died") or run.all("worker.exception") or _broken(run))
+    return bool(_broken(run))
 
 
 def _broken(run: Run) -> list[Span]:
@@ -29,85 +40,170 @@ def _broken(run: Run) -> list[Span]:
 def build(run: Run) -> View:
     view = View("failure", "Failure: what broke, who noticed, and when", compress_idle=True)
     broken = _broken(run)
-    deaths = run.all("monitor.worker_died")
-    if not broken and not deaths:
+    if not broken:
         view.missing.append(
-            'nothing failed in this run; MINIVLLM_FAILPOINTS="rpc.execute@rank1#3=kill" makes it fail'
+            'nothing failed in this run; MINIVLLM_FAILPOINTS="rpc.execute@rank1#3=kill" makes one fail'
         )
         return view
+    first, began = _first_failure(run, broken)
+    wanted = run.options.ranks
     for process in run.store.processes():
-        wanted = run.options.ranks
-        if process.role == "worker" and wanted is not None and process.rank not in wanted:
-            continue
-        rows = _rows(run, process, broken, deaths)
-        if rows:
-            view.rows += [run.heading(process, _fate(run, process)), *rows]
-    first = _first(broken, deaths)
-    end = max([s.end_ns for s in broken] + [s.end_ns for name in _NOTICED for s in run.all(name)])
-    lead = max(int((end - first) * _BEFORE_SHARE), _LEAST_NS)
-    view.start_ns, view.end_ns = run.at(first - lead), run.at(end)
-    view.zero_ns = run.at(first)
-    view.title += f" (0 is {words.instant(run.at(first), 3)} after the start of the run)"
-    view.explanation = _explain(run, broken, deaths)
+        if process.role != "worker" or wanted is None or process.rank in wanted:
+            rows = _rows(run, process, broken, began)
+            if rows:
+                view.rows += [run.heading(process, _fate(run, process)), *rows]
+    end = max(s.end_ns for s in [*broken, *(s for name in _REACTIONS for s in run.all(name))])
+    lead = max(int((end - began) * _BEFORE_SHARE), _LEAST_NS)
+    earliest = min(row.start_ns for row in view.rows if row.start_ns is not None)
+    view.start_ns, view.end_ns = max(run.at(began - lead), earliest), run.at(end)
+    view.zero_ns = run.at(began)
+    view.title += f" (0 is {words.instant(run.at(began), 3)} after the start of the run)"
+    view.explanation = _explain(run, first, began, broken)
     return view
 
 
-def _first(broken: list[Span], deaths: list[Span]) -> int:
-    ends = [s.end_ns for s in broken if s.process.role == "worker"] or [s.end_ns for s in broken]
-    return min(ends + [s.start_ns for s in deaths])
+def _first_failure(run: Run, broken: list[Span]) -> tuple[Span, int]:
+    """The innermost step in which it began, and the moment (absolute).
+
+    Of a process that was killed two moments are known: its last sign of life, and when its parent saw the end of
+    it. Other ranks may feel the death in between, so that neither moment alone tells cause from consequence.
+    """
+    errors = sorted(
+        (s for s in broken if not s.unfinished and s.name not in _REPORTS),
+        key=lambda s: (s.end_ns, -s.start_ns),
+    )
+    cut_off = [s for s in broken if s.unfinished]
+    shutdown = min((s.start_ns for s in run.all("executor.shutdown")), default=None)
+    reported = {s.rank for s in run.all("monitor.worker_died")}
+
+    def seen_ns(process: Process) -> int:
+        life = _life(run, process)
+        return life.end_ns if life is not None else process.end_ns
+
+    # Who dies in the shutdown is no cause.
+    victims = [
+        p
+        for p in dict.fromkeys(s.process for s in cut_off)
+        if shutdown is None or seen_ns(p) <= shutdown or (p.role == "worker" and p.rank in reported)
+    ]
+    if victims or not errors:
+        victim = min(victims or [s.process for s in cut_off], key=seen_ns)
+        if not errors or errors[0].end_ns >= victim.end_ns:
+            first = max((s for s in cut_off if s.process is victim), key=lambda s: s.start_ns)
+            return first, min([seen_ns(victim), *(s.end_ns for s in errors)])
+    return errors[0], errors[0].end_ns
 
 
-def _rows(run: Run, process: Process, broken: list[Span], deaths: list[Span]) -> list[Row]:
-    rows: list[Row] = []
-    ids = {s.span_id for s in broken}
-    depths: dict[str, int] = {}
-    for span in sorted((s for s in broken if s.process is process), key=lambda s: s.start_ns):
-        depth = depths[span.span_id] = depths.get(span.parent_span_id, 0) + 1
-        row = run.row(span, depth)
-        row.note = failure_note(span)
-        died = next((d for d in deaths if d.rank == process.rank and process.role == "worker"), None)
-        if kind_of(span) is Kind.UNFINISHED:
-            row.marks.append(
-                Mark(run.at(died.start_ns if died else span.end_ns), "died", "the process ended here")
-            )
-        rows.append(row)
-    for name in _NOTICED:
-        rows += [run.row(s) for s in run.all(name, process) if s.span_id not in ids]
-    return rows
+def _life(run: Run, process: Process) -> Span | None:
+    """The span in which its parent watched a worker; None for other processes, or when the parent died, too."""
+    if process.role != "worker":
+        return None
+    return next((s for s in run.all("worker.process") if s.rank == process.rank and not s.unfinished), None)
 
 
 def _fate(run: Run, process: Process) -> str | None:
-    if process.role != "worker":
-        return None
-    for death in run.all("monitor.worker_died"):
-        if death.rank == process.rank:
-            return str(death.get("signal") or f"exit {death.get('exit_code', '?')}")
-    return None
+    """How a worker ended, for the right edge of its heading."""
+    life = _life(run, process)
+    return str(life.get("ended")).removeprefix("was ") if life is not None and life.get("ended") else None
 
 
-def _explain(run: Run, broken: list[Span], deaths: list[Span]) -> list[str]:
-    sentences = []
-    for death in deaths[:3]:
-        rank = death.rank
-        how = death.get("signal") or f"exit code {death.get('exit_code', '?')}"
-        open_spans = [s for s in broken if s.process.role == "worker" and s.process.rank == rank]
-        innermost = max(open_spans, key=lambda s: s.start_ns, default=None)
-        inside = innermost.name if innermost else death.get("open_span")
-        sentences.append(f"rank {rank} died ({how})" + (f" in {inside}" if inside else ""))
-    errors = [s for s in broken if kind_of(s) is Kind.ERROR and s.process.role == "worker"]
-    if not deaths and errors:
-        first = min(errors, key=lambda s: s.end_ns)
-        message = first.status_message.splitlines()[0] if first.status_message else "no message"
-        sentences.append(f"{first.name} failed on rank {first.rank or 0}: {message}")
-    shutdown = run.first("executor.shutdown")
-    if deaths and shutdown is not None and shutdown.start_ns >= deaths[0].start_ns:
+def _rows(run: Run, process: Process, broken: list[Span], began: int) -> list[Row]:
+    own = {s.span_id: s for s in broken if s.process is process and s.name != "worker.process"}
+    for name in _REACTIONS:
+        own.update((s.span_id, s) for s in run.all(name, process) if s.end_ns >= began)
+    paths: dict[str, tuple[int, ...]] = {}
+    for span in sorted(own.values(), key=lambda s: s.start_ns):
+        paths[span.span_id] = (*paths.get(span.parent_span_id, ()), span.start_ns)
+    life = _life(run, process)
+    rows = []
+    for span in sorted(own.values(), key=lambda s: paths[s.span_id]):
+        row = run.row(span, len(paths[span.span_id]))
+        kind = kind_of(span)
+        if kind is Kind.UNFINISHED:
+            row.note = "never finished"
+            at = life.end_ns if life is not None else span.end_ns
+            row.marks.append(Mark(run.at(at), "died", "the process ended here"))
+        elif kind is Kind.ERROR:
+            row.note = "error"
+        rows.append(row)
+    return rows
+
+
+def _who(process: Process, run: Run) -> str:
+    return f"rank {process.rank}" if process.rank is not None else run.actor(process).name
+
+
+def _explain(run: Run, first: Span, began: int, broken: list[Span]) -> list[str]:
+    who = _who(first.process, run)
+    if first.unfinished:
+        how = _fate(run, first.process) or "ended"
+        how = how if how == "ended" or how.startswith("exited") else f"was {how}"
+        sentences = [f"{who} {how} in {first.name}"]
+    else:
+        sentences = [f"the first thing to fail was {first.name} on {who}: {_message(first)}"]
+    sentences += _noticed(run, began)
+    sentences += _consequences(run, first, broken)
+    shutdown = next((s for s in run.all("executor.shutdown") if s.end_ns >= began), None)
+    if shutdown is not None:
         sentences.append(
-            f"the executor began to shut down {words.duration(shutdown.start_ns - deaths[0].start_ns)} after the "
-            f"monitor had noticed, and was done after {words.duration(shutdown.end_ns - deaths[0].start_ns)}"
+            f"the executor began to shut down {words.duration(max(0, shutdown.start_ns - began))} after the failure and "
+            f"was done after {words.duration(shutdown.end_ns - began)}"
         )
-    unfinished = [s for s in broken if kind_of(s) is Kind.UNFINISHED]
+        for level, what in (
+            ("executor.terminate_sigterm", "SIGTERM"),
+            ("executor.terminate_sigkill", "SIGKILL"),
+        ):
+            ranks = [int(r) for s in run.all(level) for r in s.get("ranks", ())]
+            if ranks:
+                sentences.append(f"{words.ranks(ranks)} did not leave in time and got {what}")
+    unfinished = sum(s.unfinished for s in broken)
     if unfinished:
         sentences.append(
-            f"{words.count(len(unfinished), 'span')} never finished; the reader of the trace ended them"
+            f"{words.count(unfinished, 'span')} never finished; their end is the last moment known of their process"
         )
     return sentences
+
+
+def _noticed(run: Run, began: int) -> list[str]:
+    """Who heard of it first: the monitor, the wait for READY, or a reply that carries the exception."""
+    heard: list[tuple[int, str]] = []
+    for span in run.all("monitor.worker_died"):
+        heard.append((span.start_ns, f"{span.name} noticed"))
+    for span in run.all("executor.wait_for_ready"):
+        if span.is_error:
+            heard.append((span.end_ns, f"{run.actor(span.process).name} noticed in {span.name}"))
+    for name in ("rpc.call", "future.result", "engine_core.step"):
+        for span in run.all(name):
+            if span.is_error and span.end_ns >= began:
+                heard.append((span.end_ns, f"{run.actor(span.process).name} had the error in {name}"))
+    sentences = []
+    if heard:
+        at, what = min(heard)
+        sentences.append(f"{what} {words.duration(max(0, at - began))} later")
+    ready = run.first("engine_core.ready")
+    if ready is not None and ready.is_error:
+        sentences.append(
+            f"the client had the error {words.duration(max(0, ready.end_ns - began))} after the failure"
+        )
+    return sentences
+
+
+def _consequences(run: Run, first: Span, broken: list[Span]) -> list[str]:
+    """On other ranks, the first step that failed because of it."""
+    sentences = []
+    for process in run.store.processes():
+        if process.role != "worker" or process is first.process:
+            continue
+        own = [s for s in broken if s.process is process]
+        if own:
+            span = min(own, key=lambda s: (s.unfinished, s.end_ns, -s.start_ns))
+            verb = "was cut off" if span.unfinished else "failed"
+            sentences.append(f"after that {span.name} {verb} on rank {process.rank}: {_message(span)}")
+    return sentences[:3]
+
+
+def _message(span: Span) -> str:
+    """The first line of a span's status, without the module of the exception."""
+    line = span.status_message.splitlines()[0] if span.status_message else "no message"
+    kind, colon, rest = line.partition(": ")
+    return f"{kind.rpartition('.')[2]}: {rest}" if colon and " " not in kind else line
