@@ -101,7 +101,6 @@ class Worker(WorkerBase):
             )
             set_random_seed(model_config.seed)
             with tracing.span("device.memory_snapshot") as s:
-                gc.collect()
                 self.platform.empty_cache()
                 self.init_snapshot = free, total = self.platform.get_memory_info()
                 s.set(free_bytes=free, total_bytes=total)
@@ -173,8 +172,7 @@ class Worker(WorkerBase):
         assert self.model_config is not None
         set_random_seed(self.model_config.seed)
         # What exists now lives as long as the worker. Looking through it again and again for garbage would cost
-        # milliseconds in the middle of a step.
-        gc.collect()
+        # tens of milliseconds in the middle of a step.
         gc.freeze()
 
     @_abort_peers_on_error

@@ -26,6 +26,7 @@ from minivllm.model_executor.model_loader.default_loader import DTYPES
 from minivllm.model_executor.models.interfaces import CausalLM
 from minivllm.outputs import DraftTokenIds, ModelRunnerOutput
 from minivllm.platforms import get_platform
+from minivllm.tracing.spans import NULL as NO_SPAN
 from minivllm.worker.gpu.async_utils import AsyncOutput, make_copy_stream
 from minivllm.worker.gpu.attn_utils import build_dummy_attn_metadata, get_kv_cache_spec, init_kv_cache
 from minivllm.worker.gpu.block_table import BlockTables
@@ -180,8 +181,8 @@ class GPUModelRunner:
         Returns:
             None: sample_tokens comes next. An empty output: there was nothing to compute.
         """
-        with tracing.span("runner.execute_model") as step:
-            with tracing.span("runner.update_states") as s:
+        with tracing.span("runner.execute_model") if tracing.active else NO_SPAN as step:
+            with tracing.span("runner.update_states") if tracing.active else NO_SPAN as s:
                 self.update_states(scheduler_output)
                 if tracing.active:
                     s.set(
@@ -192,7 +193,7 @@ class GPUModelRunner:
                     )
             if not scheduler_output.num_scheduled_tokens:
                 return ModelRunnerOutput()
-            with tracing.span("runner.prepare_inputs") as s:
+            with tracing.span("runner.prepare_inputs") if tracing.active else NO_SPAN as s:
                 batch = make_input_batch(
                     scheduler_output.num_scheduled_tokens, self.req_states, self.input_buffers
                 )
@@ -204,7 +205,7 @@ class GPUModelRunner:
                         num_tokens_per_req=str(batch.num_scheduled_tokens.tolist()),
                     )
             with (
-                tracing.span("model.forward", graph="none: eager"),
+                tracing.span("model.forward", graph="none: eager") if tracing.active else NO_SPAN,
                 set_forward_context(attn_metadata),
             ):
                 hidden_states = self._model(**model_inputs)
@@ -226,7 +227,7 @@ class GPUModelRunner:
             return None
         batch, hidden_states = self.execute_model_state
         self.execute_model_state = None
-        with tracing.span("runner.sample_tokens") as step:
+        with tracing.span("runner.sample_tokens") if tracing.active else NO_SPAN as step:
             sampler_output = self.sample(hidden_states, batch, grammar_output)
             prompt_logprobs = self.prompt_logprobs_worker.compute_prompt_logprobs(
                 self._model.compute_logits, hidden_states, batch, self.req_states
@@ -239,7 +240,7 @@ class GPUModelRunner:
                 prompt_logprobs,
                 self.output_copy_stream,
             )
-            with tracing.span("runner.postprocess"):
+            with tracing.span("runner.postprocess") if tracing.active else NO_SPAN:
                 post_update(batch, self.req_states, sampler_output.sampled_token_ids)
             if tracing.active:
                 step.set(num_reqs=batch.num_reqs, sampled=int(batch.is_sampled_np.sum()))
