@@ -187,6 +187,8 @@ class BackgroundResources:
     def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes) -> None:
         self.failure: str | None = None
         self.waiting = False
+        # Held around every use of the socket, also while waiting at it.
+        self.socket_lock = threading.RLock()
         self._owner_pid = os.getpid()
         self._lock = threading.RLock()
         self._closed = False
@@ -250,11 +252,14 @@ class BackgroundResources:
                 self._end_process()
             finally:
                 self._death_writer.close()
-                if self._pidfd >= 0:
-                    os.close(self._pidfd)
-                self.socket.close()
-                self._context.term()
                 self.remove_socket_files()
+                # The end of the process has woken whoever waited at the socket in another thread.
+                if self.socket_lock.acquire(timeout=_KILL_AFTER_S):
+                    self.socket.close()
+                    self._context.term()
+                    if self._pidfd >= 0:
+                        os.close(self._pidfd)
+                    self.socket_lock.release()
         atexit.unregister(self.close)
 
     def _end_process(self) -> None:
@@ -298,7 +303,7 @@ class SyncMPClient(EngineCoreClient):
         atexit.register(self.resources.close)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
-        self._lock = threading.RLock()
+        self._lock = self.resources.socket_lock
         self._outputs: deque[list[EngineCoreOutput]] = deque()
         self._utility_results: dict[int, tuple[bool, bytes]] = {}
         self._pending_calls: set[int] = set()

@@ -1,0 +1,173 @@
+"""Bad settings and bad sampling arguments: one line that says what is wrong and what would be right, and no process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from minivllm import LLM, EngineArgs, SamplingParams
+from minivllm.config import BUNDLED_CHECKPOINT
+from minivllm.exceptions import ConfigError, RequestError
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"tensor_paralel_size": 2}, "did you mean tensor_parallel_size"),
+        ({"xyzzy": 2}, "'xyzzy' is not an engine argument; known are"),
+        ({"model": "/no/such/place"}, "not a directory"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+        ({"tensor_parallel_size": -1}, "tensor_parallel_size=-1"),
+        ({"tensor_parallel_size": 3}, "8 attention heads cannot be divided"),
+        ({"pipeline_parallel_size": 9}, "pipeline_parallel_size"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "use 'mp'"),
+        ({"distributed_executor_backend": "carrier pigeon"}, "carrier pigeon"),
+        ({"distributed_executor_backend": "no.such.Executor"}, "no.such.Executor"),
+        ({"distributed_executor_backend": 7}, "7"),
+        ({"dtype": "int3"}, "int3"),
+        ({"device": "abacus"}, "abacus"),
+        ({"max_model_len": 0}, "max_model_len=0"),
+        ({"max_model_len": 5000}, "max_model_len=5000"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens=4"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, "chunked prefill is off"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"num_gpu_blocks_override": 1}, "null block"),
+        ({"seed": "lucky"}, "seed='lucky'"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"trace_level": "rpc"}, "needs a directory"),
+        ({"trace": "/tmp", "trace_level": "everything"}, "everything"),
+        ({"gpu_memory_utilization": 2}, "gpu_memory_utilization=2"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_setting_is_refused_before_any_process_starts(kwargs: dict[str, Any], text: str) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    kwargs = {"device": "cpu", **kwargs}
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=text) as error:
+        LLM(**kwargs)
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - begun < 2
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"vocab_size": None}, "vocab_size|no number"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+    ],
+)
+def test_an_unsuitable_checkpoint_is_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    config = json.loads((Path(BUNDLED_CHECKPOINT) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=text):
+        LLM(tmp_path, device="cpu")
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    shutil.copytree(BUNDLED_CHECKPOINT, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        LLM(tmp_path / "model", device="cpu", worker_cls="counting_worker.CountingWorker")
+
+
+def test_without_a_tokenizer_token_ids_still_work(tmp_path: Path) -> None:
+    shutil.copytree(BUNDLED_CHECKPOINT, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with LLM(tmp_path / "model", device="cpu", worker_cls="counting_worker.CountingWorker") as llm:
+        with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+            llm.generate("text")
+        with pytest.raises(RequestError, match="bad_words needs a tokenizer"):
+            llm.generate([1], SamplingParams(bad_words=["x"]))
+        output = llm.generate([1, 2], SamplingParams(max_tokens=3, logprobs=0))[0]
+        assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].text == ""
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"max_token": 3}, "'max_token' is not a sampling argument; did you mean max_tokens"),
+        ({"beam": 3}, "'beam' is not a sampling argument; known are n, max_tokens"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_tokens": -5}, "max_tokens=-5"),
+        ({"max_tokens": 2.5}, r"max_tokens=2\.5"),
+        ({"min_tokens": 20}, "min_tokens=20 exceeds max_tokens=16"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"n": 2}, "n=2"),
+        ({"stop": [""]}, "stop="),
+        ({"logprobs": 21}, "logprobs=21"),
+        ({"seed": 1 << 70}, "seed="),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_sampling_argument_is_named(kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        SamplingParams(**kwargs)
+
+
+def test_every_engine_argument_reaches_the_configuration_or_is_refused() -> None:
+    """No argument is accepted and then ignored."""
+    import dataclasses
+
+    def leaves(value: Any) -> list[Any]:
+        if dataclasses.is_dataclass(value):
+            return [leaf for f in dataclasses.fields(value) for leaf in leaves(getattr(value, f.name))]
+        return [value]
+
+    base = EngineArgs(device="cpu").create_engine_config()
+    changes: dict[str, Any] = {
+        "model": str(BUNDLED_CHECKPOINT) + "/",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "prefill_context_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "worker_cls": "a.B",
+        "worker_extension_cls": "a.B",
+        "nnodes": 2,
+        "node_rank": 1,
+        "master_addr": "10.0.0.1",
+        "master_port": 77,
+        "numa_bind": True,
+        "startup_timeout_s": 3.5,
+        "dtype": "bfloat16",
+        "max_model_len": 77,
+        "seed": 77,
+        "device": "cuda",
+        "enforce_eager": True,
+        "block_size": 8,
+        "gpu_memory_utilization": 0.77,
+        "kv_cache_memory_bytes": 77,
+        "num_gpu_blocks_override": 77,
+        "max_num_seqs": 77,
+        "max_num_batched_tokens": 777,
+        "enable_chunked_prefill": False,
+        "async_scheduling": True,
+        "speculative_config": {},
+        "trace": "/tmp/trace-77",
+        "trace_level": "lifecycle",
+    }
+    assert set(changes) == {f.name for f in dataclasses.fields(EngineArgs)}
+    for name, value in changes.items():
+        try:
+            changed = EngineArgs(**{"device": "cpu", name: value}).create_engine_config()
+        except ConfigError:
+            continue
+        # The instance's id differs always.
+        difference = [a for a, b in zip(leaves(base), leaves(changed), strict=True) if a != b]
+        assert len(difference) > 1, f"{name} changes nothing"
+
+
+def test_device_auto_is_cpu_without_a_gpu_or_a_cuda_build() -> None:
+    assert EngineArgs().create_engine_config().device in ("cpu", "cuda")
