@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import tracing
 from minivllm.distributed.mq_codec import OVERFLOW
+from minivllm.exceptions import MessageQueueClosed
 
 if TYPE_CHECKING:
     from minivllm.distributed.shm_broadcast import MessageQueue
@@ -40,16 +41,26 @@ class Timing:
 def enqueue(queue: MessageQueue, obj: Any, timeout: float | None) -> None:
     with tracing.span("mq.enqueue") as span:
         timing = Timing(span.context or tracing.pack_context())
-        queue.enqueue(obj, timeout, timing)
-        span.set(
-            queue=queue.handle.name,
-            slot=timing.slot,
-            bytes=timing.message >> 8,
-            overflow=bool(timing.message & OVERFLOW),
-            wait_ns=timing.ready - timing.started,
-            copy_ns=timing.copied - timing.ready,
-            notify_ns=now_ns() - timing.copied,
-        )
+        try:
+            queue.enqueue(obj, timeout, timing)
+        except MessageQueueClosed as error:
+            ended = _ended(span, queue, error)
+        else:
+            span.set(
+                queue=queue.handle.name,
+                slot=timing.slot,
+                bytes=timing.message >> 8,
+                overflow=bool(timing.message & OVERFLOW),
+                wait_ns=timing.ready - timing.started,
+                copy_ns=timing.copied - timing.ready,
+                notify_ns=now_ns() - timing.copied,
+            )
+            return
+    try:
+        raise ended
+    finally:
+        # Its traceback refers to this frame: without this the two keep each other alive until the next collection.
+        del ended
 
 
 def dequeue(
@@ -57,15 +68,33 @@ def dequeue(
 ) -> Any:
     with tracing.span("mq.dequeue") as span:
         timing = Timing()
-        obj = queue.dequeue(timeout, cancel, indefinite, timing)
-        span.link(queue.last_context)
-        span.set(
-            queue=queue.handle.name,
-            slot=timing.slot,
-            bytes=timing.message >> 8,
-            overflow=bool(timing.message & OVERFLOW),
-            spin_ns=timing.ready - timing.started - timing.slept_ns,
-            sleep_ns=timing.slept_ns,
-            unpickle_ns=timing.copied - timing.ready,
-        )
-        return obj
+        try:
+            obj = queue.dequeue(timeout, cancel, indefinite, timing)
+        except (MessageQueueClosed, TimeoutError) as error:
+            ended = _ended(span, queue, error)
+        else:
+            span.link(queue.last_context)
+            span.set(
+                queue=queue.handle.name,
+                slot=timing.slot,
+                bytes=timing.message >> 8,
+                overflow=bool(timing.message & OVERFLOW),
+                spin_ns=timing.ready - timing.started - timing.slept_ns,
+                sleep_ns=timing.slept_ns,
+                unpickle_ns=timing.copied - timing.ready,
+            )
+            return obj
+    try:
+        raise ended
+    finally:
+        del ended
+
+
+def _ended(span: tracing.Span, queue: MessageQueue, error: Exception) -> Exception:
+    """A wait that ended without a message, which is how a reader polls and how every queue ends.
+
+    Whether that is a failure is for the caller to say, in a span of its own: raised within this one it would be an
+    error at the end of each healthy run.
+    """
+    span.set(queue=queue.handle.name, ended_by=type(error).__name__)
+    return error
