@@ -8,6 +8,7 @@ import json
 import re
 import time
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,14 +76,28 @@ def test_instants_tell_neighbours_apart() -> None:
 def test_scale_is_linear_and_ends_at_the_edges() -> None:
     scale = TimeScale(0, 1000, 50)
     assert [scale.column(t) for t in (-5, 0, 500, 1000, 2000)] == [0, 0, 25, 50, 50]
-    columns = [c for c, _ in scale.ticks(0, 1)]
-    assert columns == sorted(columns) and all(0 <= c < 50 for c in columns)
+    assert scale.ticks(1) == [(0, "0"), (10, "200"), (20, "400"), (30, "600"), (40, "800")]
+
+
+@pytest.mark.parametrize("width", [17, 40, 63, 100])
+@pytest.mark.parametrize(
+    ("start", "end", "zero"), [(0, 977, 0), (313, 5_417, 0), (-90, 8_123_457, 0), (7, 20_011, 503)]
+)
+def test_ticks_lie_at_whole_columns_and_cover_what_is_shown(
+    start: int, end: int, zero: int, width: int
+) -> None:
+    scale = TimeScale(start, end, width, zero)
+    assert scale.start_ns <= start and scale.end_ns >= end - 1e-3
+    assert scale.end_ns - scale.start_ns < 1.5 * (end - start), "little of the width is given away"
+    columns = [c for c, _ in scale.ticks(1)]
+    assert len({b - a for a, b in pairwise(columns)}) <= 1, columns
+    assert abs(scale.column(zero) - round(scale.column(zero))) < 1e-6 or not start <= zero <= end
 
 
 def test_long_idle_stretches_are_shortened_and_times_stay_in_order() -> None:
     idle = idle_stretches([(0, 100), (9_900, 10_000)], 0, 10_000)
     assert idle == [(100, 9_900)]
-    scale = TimeScale(0, 10_000, 60, idle)
+    scale = TimeScale(0, 10_000, 60, cuts=idle)
     assert len(scale.shortened) == 1
     columns = [scale.column(t) for t in range(0, 10_001, 50)]
     assert columns == sorted(columns) and columns[-1] == 60
@@ -91,13 +106,13 @@ def test_long_idle_stretches_are_shortened_and_times_stay_in_order() -> None:
 
 def test_a_shortened_axis_says_so() -> None:
     actor = Actor("client", 0)
-    view = View("x", "x", compress_idle=True)
+    view = View("x", "x", shorten="idle")
     view.rows = [
         Row("a", actor, 0, [Segment(0, 10 * MS)]),
         Row("b", actor, 0, [Segment(990 * MS, 1000 * MS)]),
     ]
     lines = drawn(view.fit())
-    assert any("980 ms in all" in line for line in lines), lines
+    assert any("(980 ms) is cut short" in line for line in lines), lines
 
 
 def test_bars_have_the_resolution_of_an_eighth() -> None:

@@ -41,7 +41,7 @@ def _lines(view: View, width: int) -> list[list[Segment]]:
         legacy_windows=False,
     )
     options = console.options.update(width=width)
-    return console.render_lines(Timeline(view), options, pad=False)
+    return console.render_lines(Timeline(view, exact=True), options, pad=False)
 
 
 def views_to_svg(views: Sequence[View], width: int = DEFAULT_PICTURE_WIDTH) -> str:
@@ -82,7 +82,7 @@ def _without_words(view: View) -> View:
         end_ns=view.end_ns,
         zero_ns=view.zero_ns,
         rows=view.rows,
-        compress_idle=view.compress_idle,
+        shorten=view.shorten,
     )
 
 

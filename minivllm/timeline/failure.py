@@ -38,7 +38,7 @@ def _broken(run: Run) -> list[Span]:
 
 
 def build(run: Run) -> View:
-    view = View("failure", "Failure: what broke, who noticed, and when", compress_idle=True)
+    view = View("failure", "Failure: what broke, who noticed, and when", shorten="idle")
     broken = _broken(run)
     if not broken:
         view.missing.append(

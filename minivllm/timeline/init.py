@@ -41,7 +41,7 @@ _WORTH_SAYING = 0.01
 
 
 def build(run: Run) -> View:
-    view = View("init", "Initialisation: what each rank did until it could serve")
+    view = View("init", "Initialisation: what each rank did until it could serve", shorten="steady")
     waits = start_up_meetings(run)
     places = _places(run)
     for process in places:

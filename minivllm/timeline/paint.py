@@ -10,6 +10,7 @@ picture). Plain text falls back to the two right-aligned blocks that Unicode has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.style import Style
@@ -23,41 +24,44 @@ from minivllm.timeline.view import Kind, Row
 _SUB = 8
 
 
-def paint_row(row: Row, scale: TimeScale, glyphs: Glyphs, styled: bool, grid: Sequence[int] = ()) -> Text:
+Piece = tuple[float, float, str, float]
+"""Part of a cell: left and right edge in cells, colour, opacity. Carried in a style's meta under PIECES."""
+PIECES = "pieces"
+WAIT_OPACITY = 0.32
+
+
+def paint_row(
+    row: Row, scale: TimeScale, glyphs: Glyphs, styled: bool, grid: Sequence[int] = (), exact: bool = False
+) -> Text:
     """The bar area of a row, `scale.width` cells wide.
 
     Args:
         styled: the output keeps reverse video (a terminal or an exported picture).
         grid: columns of the axis' ticks, drawn faintly where the row is empty.
+        exact: the style of each cell carries its bars as PIECES, for a picture that can draw them exactly.
     """
     width = scale.width
-    # 0 is empty; n > 0 is segment n - 1. Later segments lie on top of earlier ones.
-    sub = [0] * (width * _SUB)
-    for index, segment in enumerate(row.segments, start=1):
-        if segment.end_ns < scale.start_ns or segment.start_ns > scale.end_ns:
-            continue
-        first = min(int(scale.column(segment.start_ns) * _SUB), len(sub) - 1)
-        last = max(first + 1, round(scale.column(segment.end_ns) * _SUB))
-        for i in range(first, min(last, len(sub))):
-            sub[i] = index
     base = theme.color(row.actor.slot)
-    cells: list[tuple[str, Style | None]] = []
-    for column in range(width):
-        cells.append(_cell(sub[column * _SUB : (column + 1) * _SUB], row, base, glyphs, styled))
+    sub = _sub_cells(row, scale)
+    cells = [_cell(sub[c * _SUB : (c + 1) * _SUB], row, base, glyphs, styled) for c in range(width)]
     faint = Style(color=theme.FAINT, dim=True)
     if styled:
         for column in grid:
             if cells[column][0] == " ":
                 cells[column] = (glyphs.grid, faint)
-    for piece in scale.shortened:
-        middle = min(int(piece.start_col) + 1, width - 1)
-        if cells[middle][0] in (" ", glyphs.grid):
-            cells[middle] = (glyphs.gap, faint)
     for mark in row.marks:
         if scale.start_ns <= mark.at_ns <= scale.end_ns:
             column = min(int(scale.column(mark.at_ns)), width - 1)
             shade = theme.ERROR if mark.symbol == "died" else base
             cells[column] = (glyphs.marks[mark.symbol], Style(color=shade, bold=True))
+    if exact:
+        for column, pieces in _exact_pieces(row, scale, base).items():
+            character, style = cells[column]
+            cells[column] = (character, (style or Style()) + Style(meta={PIECES: pieces}))
+    for piece in scale.shortened:
+        middle = min(round(piece.start_col) + 1, width - 1)
+        empty = cells[middle][0] in (" ", glyphs.grid)
+        cells[middle] = (glyphs.gap, faint if empty else Style(color=base))
     text = Text(no_wrap=True)
     run, run_style = "", None
     for character, style in cells:
@@ -67,6 +71,35 @@ def paint_row(row: Row, scale: TimeScale, glyphs: Glyphs, styled: bool, grid: Se
         run, run_style = run + character, style
     text.append(run, run_style)
     return text
+
+
+def _sub_cells(row: Row, scale: TimeScale) -> list[int]:
+    """What each eighth of a cell shows: 0 for nothing, n for segment n - 1. Later segments lie on top."""
+    sub = [0] * (scale.width * _SUB)
+    for index, segment in enumerate(row.segments, start=1):
+        if segment.end_ns < scale.start_ns or segment.start_ns > scale.end_ns:
+            continue
+        first = min(int(scale.column(segment.start_ns) * _SUB), len(sub) - 1)
+        last = max(first + 1, round(scale.column(segment.end_ns) * _SUB))
+        for i in range(first, min(last, len(sub))):
+            sub[i] = index
+    return sub
+
+
+def _exact_pieces(row: Row, scale: TimeScale, base: str) -> dict[int, tuple[Piece, ...]]:
+    """Column -> the parts of segments that lie in it; nothing is thinner than an eighth of a cell."""
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    for segment in row.segments:
+        if segment.end_ns < scale.start_ns or segment.start_ns > scale.end_ns:
+            continue
+        left = min(scale.column(segment.start_ns), scale.width - 1 / _SUB)
+        right = max(scale.column(segment.end_ns), left + 1 / _SUB)
+        color = theme.ERROR if segment.kind in (Kind.ERROR, Kind.UNFINISHED) else base
+        opacity = WAIT_OPACITY if segment.kind is Kind.WAIT else 1.0
+        for column in range(int(left), min(math.ceil(right), scale.width)):
+            piece = (max(left, column) - column, min(right, column + 1) - column, color, opacity)
+            pieces[column] = (*pieces.get(column, ()), piece)
+    return pieces
 
 
 _styles: dict[tuple[str, str | None, bool], Style] = {}

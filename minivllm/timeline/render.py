@@ -17,7 +17,7 @@ from rich.text import Text
 from minivllm.timeline import text as words
 from minivllm.timeline import theme
 from minivllm.timeline.paint import paint_row
-from minivllm.timeline.scale import TimeScale, idle_stretches
+from minivllm.timeline.scale import TimeScale, idle_stretches, steady_stretches
 from minivllm.timeline.theme import Glyphs
 from minivllm.timeline.view import Kind, Row, View
 
@@ -30,12 +30,16 @@ class Timeline:
 
     Args:
         styled: colours and reverse video reach the reader (a terminal or an exported picture).
+        exact: cells carry the exact edges of their bars, for a picture.
     """
 
-    def __init__(self, view: View, glyphs: Glyphs = theme.UNICODE, styled: bool = True) -> None:
+    def __init__(
+        self, view: View, glyphs: Glyphs = theme.UNICODE, styled: bool = True, exact: bool = False
+    ) -> None:
         self.view = view
         self.glyphs = glyphs
         self.styled = styled
+        self.exact = exact
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         view, glyphs = self.view, self.glyphs
@@ -61,19 +65,20 @@ class Timeline:
         )
         note_width = min(note_width, max(8, width // 5))
         bars = max(width - label_width - note_width - 2, _MIN_BARS)
-        idle: list[tuple[int, int]] = []
-        if view.compress_idle:
-            idle = idle_stretches(_busy(view.rows), view.start_ns, view.end_ns)
-        scale = TimeScale(view.start_ns, view.end_ns, bars, idle)
+        cuts: list[tuple[int, int]] = []
+        if view.shorten:
+            find = idle_stretches if view.shorten == "idle" else steady_stretches
+            cuts = find(_busy(view.rows), view.start_ns, view.end_ns)
+        scale = TimeScale(view.start_ns, view.end_ns, bars, view.zero_ns, cuts)
         unit_ns, unit = words.unit_for(view.end_ns - view.zero_ns if view.zero_ns < view.end_ns else 1)
-        ticks = scale.ticks(view.zero_ns, unit_ns)
+        ticks = scale.ticks(unit_ns)
         faint = Style(color=theme.FAINT)
         yield _axis_labels(ticks, bars, label_width, glyphs.spell(unit), faint)
         axis = [glyphs.axis] * bars
         for column, _ in ticks:
             axis[column] = glyphs.axis_tick
         for piece in scale.shortened:
-            axis[min(int(piece.start_col) + 1, bars - 1)] = glyphs.gap
+            axis[min(round(piece.start_col) + 1, bars - 1)] = glyphs.gap
         yield Text(" " * (label_width + 1) + "".join(axis), style=faint, no_wrap=True, overflow="crop")
         grid = [column for column, _ in ticks]
         for tree, row, note in zip(labels, view.rows, notes, strict=True):
@@ -81,19 +86,19 @@ class Timeline:
             line.append(tree, faint)
             line.append_text(_label(row, label_width - cell_len(tree), glyphs))
             line.append(" ")
-            line.append_text(paint_row(row, scale, glyphs, self.styled, grid))
+            line.append_text(paint_row(row, scale, glyphs, self.styled, grid, self.exact))
             line.append(" ")
             line.append(_fit(note, note_width, glyphs.ellipsis, right=True), _note_style(row))
             yield line
         if scale.shortened:
             total = sum(p.end_ns - p.start_ns for p in scale.shortened)
-            yield Text(
-                glyphs.spell(
-                    f"{glyphs.gap} {words.count(len(scale.shortened), 'stretch', 'stretches')} in which nothing was "
-                    f"recorded ({words.duration(total)} in all) {'is' if len(scale.shortened) == 1 else 'are'} shortened"
-                ),
-                style=faint,
+            many = len(scale.shortened)
+            what = "nothing was recorded" if view.shorten == "idle" else "nothing begins or ends"
+            text = (
+                f"{glyphs.gap} {words.count(many, 'stretch', 'stretches')} in which {what} "
+                f"({words.duration(total)}{' in all' if many > 1 else ''}) {'are' if many > 1 else 'is'} cut short"
             )
+            yield Text(glyphs.spell(text), style=faint)
 
     def _legend(self, width: int) -> Iterable[RenderableType]:
         view, glyphs = self.view, self.glyphs
@@ -108,7 +113,7 @@ class Timeline:
             entries.append((glyphs.error * 2, Style(color=theme.ERROR), "error"))
         if Kind.UNFINISHED in kinds:
             entries.append((glyphs.error * 2, Style(color=theme.ERROR), "never finished"))
-        meaning = {"start": "started", "ready": "READY", "died": "died", "event": "event"}
+        meaning = {"start": "started", "ready": "READY", "died": "died", "ended": "process gone"}
         entries += [(glyphs.marks[s], None, meaning[s]) for s in meaning if s in symbols]
         # Laid out here, because Rich would break the line between a symbol and its word.
         line = Text(no_wrap=True, overflow="crop")

@@ -15,7 +15,7 @@ _LEVELS = ("executor.terminate_graceful", "executor.terminate_sigterm", "executo
 
 
 def build(run: Run) -> View:
-    view = View("shutdown", "Shutdown: who was asked to end, and how long each took", compress_idle=True)
+    view = View("shutdown", "Shutdown: who was asked to end, and how long each took", shorten="idle")
     for process in run.store.processes():
         if process.role != "worker":
             rows: list[Row] = []
@@ -51,7 +51,7 @@ def _worker_rows(run: Run, process: Process) -> list[Row]:
     life, main = _life(run, process), run.first("worker.main", process)
     if life is not None:
         heading.note = str(life.get("ended") or heading.note)
-        heading.marks.append(Mark(run.at(life.end_ns), "event", "the parent saw it end"))
+        heading.marks.append(Mark(run.at(life.end_ns), "ended", "the parent saw it end"))
         if main is not None and not main.unfinished and rows:
             leaving = Segment(run.at(main.end_ns), max(run.at(life.end_ns), run.at(main.end_ns)))
             rows.append(Row("interpreter exits", run.actor(process), 1, [leaving]))

@@ -19,6 +19,8 @@ from rich.color_triplet import ColorTriplet
 from rich.segment import Segment
 from rich.style import Style
 
+from minivllm.timeline.paint import PIECES, WAIT_OPACITY
+
 FONT_FAMILY = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 _BACKGROUND = ColorTriplet(0x10, 0x14, 0x1B)
 _FOREGROUND = ColorTriplet(0xD5, 0xDB, 0xE3)
@@ -34,7 +36,6 @@ _WAIT, _ERROR = "░", "▓"
 # Line glyphs as (dx, dy) ends of strokes in units of half a cell, from the centre.
 _LINES = {
     "─": ((-1, 0), (1, 0)),
-    "┬": ((-1, 0), (1, 0), (0, 1)),
     "│": ((0, -1), (0, 1)),
     "├": ((0, -1), (0, 1), (1, 0)),
     "└": ((0, -1), (1, 0)),
@@ -104,9 +105,18 @@ def _draw_line(line: list[Segment], top: float) -> Iterator[str]:
         style = segment.style or Style()
         fg, bg = _colors(style)
         plain, plain_at = "", 0
+        pieces = style.meta.get(PIECES) if style.meta else None
         for character in segment.text:
             x = _MARGIN + column * _CELL_W
-            if _is_shape(character):
+            if pieces is not None:
+                rects += [
+                    _Rect(x + a * _CELL_W, x + b * _CELL_W, color, opacity) for a, b, color, opacity in pieces
+                ]
+                if character in _POLYGONS:
+                    _shape(character, x, top, fg, bg, rects, shapes)
+                elif not _is_shape(character) and character != " ":
+                    texts.append(_text(character, column, top, fg, style))
+            elif _is_shape(character):
                 if plain:
                     texts.append(_text(plain, plain_at, top, fg, style))
                     plain = ""
@@ -132,7 +142,7 @@ def _is_shape(character: str) -> bool:
     return (
         (character in _FROM_LEFT and character != " ")
         or character in _FROM_RIGHT
-        or character in (_WAIT, _ERROR, "┊")
+        or character in (_WAIT, _ERROR, "┊", "┬")
         or character in _LINES
         or character in _POLYGONS
     )
@@ -152,10 +162,16 @@ def _shape(
     elif character in _FROM_RIGHT:
         rects.append(_Rect(x + (1 - _FROM_RIGHT[character]) * _CELL_W, x + _CELL_W, fg, 1))
     elif character in (_WAIT, _ERROR):
-        rects.append(_Rect(x, x + _CELL_W, fg, 0.3 if character == _WAIT else 1))
+        rects.append(_Rect(x, x + _CELL_W, fg, WAIT_OPACITY if character == _WAIT else 1))
     elif character == "┊":
+        # Ticks belong to the left edge of their cell, where the scale has put their time.
         shapes.append(
-            f'<path d="M{centre_x:.1f} {top:.1f}v{_CELL_H:g}" stroke="{fg}" stroke-opacity=".55" stroke-dasharray="2 4"/>'
+            f'<path d="M{x:.1f} {top:.1f}v{_CELL_H:g}" stroke="{fg}" stroke-opacity=".55" stroke-dasharray="2 4"/>'
+        )
+    elif character == "┬":
+        middle = top + _CELL_H / 2
+        shapes.append(
+            f'<path d="M{x:.1f} {middle:.1f}h{_CELL_W:g}M{x:.1f} {middle:.1f}v{_CELL_H / 2:g}" stroke="{fg}"/>'
         )
     elif character in _LINES:
         for dx, dy in _LINES[character]:

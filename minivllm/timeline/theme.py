@@ -81,7 +81,7 @@ UNICODE = Glyphs(
     bullet="•",
     ellipsis="…",
     legend="■",
-    marks={"start": "▶", "ready": "◆", "died": "✖", "event": "●"},
+    marks={"start": "▶", "ready": "◆", "died": "✖", "ended": "●"},
     spelling={},
 )
 
@@ -101,7 +101,7 @@ ASCII = Glyphs(
     bullet="*",
     ellipsis="...",
     legend="#",
-    marks={"start": ">", "ready": "R", "died": "X", "event": "o"},
+    marks={"start": ">", "ready": "R", "died": "X", "ended": "o"},
     spelling={
         "µ": "u",
         "§": "section ",

@@ -100,7 +100,8 @@ class View:
         zero_ns: the point the axis calls 0; views of one step count from the step's own start.
         explanation: sentences that are true for this run, computed from its spans.
         missing: what the trace does not hold, and how to record it.
-        compress_idle: stretches in which no row has anything may be shortened.
+        shorten: long stretches may be cut short in which no row has anything ("idle"), or in which nothing begins
+            or ends ("steady"); "" keeps the axis linear.
     """
 
     name: str
@@ -111,7 +112,7 @@ class View:
     rows: list[Row] = field(default_factory=list)
     explanation: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    compress_idle: bool = False
+    shorten: str = ""
 
     def fit(self) -> View:
         """Let the axis cover exactly what the rows show."""
