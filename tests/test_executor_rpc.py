@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from executor_helpers import make_executor
-from scenario import raises, scenario
+from scenario import raises, scenario, slack
 from workers import FailsToLoad
 
 from minivllm.exceptions import ExecutorFailedError, RemoteError
@@ -144,7 +144,7 @@ def test_I2_deadline_of_the_whole_call() -> None:
     with make_executor(tp=3) as executor:
         with raises(TimeoutError, "identify_late") as caught:
             executor.collective_rpc(identify_late, timeout=0.6, args=(0.4,))
-        assert 0.55 <= caught.seconds <= 0.9, caught.seconds
+        assert 0.55 <= caught.seconds <= 0.9 * slack(), caught.seconds
         for limit in (0, -1):
             with raises(TimeoutError, "was not sent", within_s=0.05):
                 executor.collective_rpc("echo", timeout=limit)
@@ -306,7 +306,9 @@ def test_D7_executor_fails_when_the_other_rank_stays_stuck() -> None:
             executor.collective_rpc("fail_before_peer", args=(1, 1000.0), unique_reply_rank=0)
         with raises(TimeoutError, "was not sent", "rank 0", "executing fail_before_peer"):
             executor.collective_rpc("echo", timeout=0.1)
-        with raises(ExecutorFailedError, "rank 0 did not come back", "fail_before_peer", "before the all-reduce"):
+        with raises(
+            ExecutorFailedError, "rank 0 did not come back", "fail_before_peer", "before the all-reduce"
+        ):
             executor.collective_rpc("echo")
         assert executor.is_failed
         executor.shutdown()
@@ -436,7 +438,7 @@ def test_async_scheduling_overlaps_waiting_with_the_next_call() -> None:
         futures = [executor.collective_rpc("late", args=(i, 0.3), non_block=True) for i in range(1)]
         futures += [executor.collective_rpc("sleep", args=(0.3, 1), non_block=True)]
         assert [future.result() for future in futures] == [[0, 0], [1, 1]]
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 0.5 * slack()
 
 
 @scenario()

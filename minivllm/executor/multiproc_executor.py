@@ -121,8 +121,10 @@ class MultiprocExecutor(Executor):
                         input_shm_handle=input_shm_handle,
                         is_driver_worker=self._is_driver_worker(rank),
                         page=page,
+                        orphan_pipe=resources.orphan_reader,
                     )
                 )
+        resources.orphan_reader.close()
         limit_s = startup_timeout_s(self.parallel_config)
         self.workers = WorkerProc.wait_for_ready(
             resources, list(resources.handles), limit_s, self._report_progress

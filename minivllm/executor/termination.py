@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 
 from minivllm import envs, tracing
 from minivllm.distributed.shm_broadcast import MessageQueue
@@ -109,6 +109,7 @@ class ExecutorResources:
         handles: all workers that were started.
         failure: why the executor cannot go on; "" while it can.
         wake_reader: readable when the monitor has something to look at besides the sentinels.
+        orphan_reader: the workers' end of a pipe that nobody writes: EOF is this process's death.
     """
 
     def __init__(self) -> None:
@@ -123,13 +124,10 @@ class ExecutorResources:
         self._owner_pid = os.getpid()
         self._claims: dict[str, tuple[int, object]] = {}
         self._finished = threading.Event()
-        self.wake_reader, self._wake_writer = self._wake_pipe()
+        self.wake_reader, self._wake_writer = map(parent_end, multiprocessing.Pipe(duplex=False))
+        self.orphan_reader, writer = multiprocessing.Pipe(duplex=False)
+        self._orphan_writer = parent_end(writer)
         _live.add(self)
-
-    @staticmethod
-    def _wake_pipe() -> tuple[Connection, Connection]:
-        reader, writer = multiprocessing.Pipe(duplex=False)
-        return parent_end(reader), parent_end(writer)
 
     @property
     def shutting_down(self) -> bool:
@@ -184,10 +182,10 @@ class ExecutorResources:
 
     def describe_death(self, handle: UnreadyWorkerProcHandle) -> str:
         """Which worker, how it ended, and what it was doing."""
-        status = self.status(handle.rank)
+        status, channel = self.status(handle.rank), self.channel
         text = f"{handle.name} {explain_exit(handle.exitcode)} in {status.step}"
-        if status.executing and self.channel is not None:
-            text += f" while executing {self.channel.method_of(status.executing)} (seq {status.executing})"
+        if status.executing and channel is not None:
+            text += f" while executing {channel.method_of(status.executing)} (seq {status.executing})"
         return text
 
     def status(self, rank: int) -> RankStatus:
@@ -246,8 +244,12 @@ class ExecutorResources:
             handle.ready_pipe.close()
         if self.monitor is not None and self.monitor is not threading.current_thread():
             self.monitor.join(1.0)
-        self.wake_reader.close()
-        self._wake_writer.close()
+        for connection in (self.wake_reader, self._wake_writer, self.orphan_reader, self._orphan_writer):
+            connection.close()
+        # These refer to each other in a circle; without it their memory goes as soon as nobody uses it.
+        for queue in self.queues:
+            queue.on_wait = None
+        self.channel = None
         if self.page is not None:
             self.page.close_descriptor()
         if self.rendezvous is not None:

@@ -7,6 +7,7 @@ Articles: part 1 §3, §4, part 2 §2.4
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -24,6 +25,7 @@ from minivllm.distributed.shm_broadcast import Handle, MessageDecodeError, Messa
 from minivllm.executor.call import FAILURE, OUTPUT_FAILURE, SUCCESS
 from minivllm.executor.death_pipe import DeathPipeMonitor
 from minivllm.executor.leftovers import remove_leftovers
+from minivllm.executor.orphan_alarm import arm_orphan_alarm
 from minivllm.executor.remote_exception import RemoteException, describe_exception
 from minivllm.executor.status_page import (
     DONE,
@@ -310,6 +312,7 @@ class WorkerProc:
         environment: dict[str, str],
         parent_pid: int,
         death_pipe: Connection,
+        orphan_pipe: Connection,
         status_page: StatusPage,
         vllm_config: VllmConfig,
         rank: int,
@@ -331,6 +334,7 @@ class WorkerProc:
             shutdown_grace_s=envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S,
             on_orphaned=partial(remove_leftovers, parent_pid),
         )
+        arm_orphan_alarm(orphan_pipe.fileno(), max(1, math.ceil(envs.MINIVLLM_WORKER_ORPHAN_GRACE_S)))
         status_page.enter(rank)
         tracing.configure("worker", rank=rank, label=trace_label(vllm_config.parallel_config, rank))
         tracing.record_bootstrap("worker.bootstrap")

@@ -58,6 +58,7 @@ def make_worker_process(
     input_shm_handle: Handle,
     is_driver_worker: bool,
     page: StatusPage,
+    orphan_pipe: Connection,
 ) -> UnreadyWorkerProcHandle:
     """Start one worker and do not wait for it.
 
@@ -92,6 +93,7 @@ def make_worker_process(
                         "ready_pipe": ready_writer,
                         "death_pipe": death_reader,
                         "status_page": page,
+                        "orphan_pipe": orphan_pipe,
                     },
                     name=f"Worker-{rank}",
                     # Ended by multiprocessing when the parent leaves in order and for some reason did not shut down.
