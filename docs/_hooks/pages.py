@@ -23,9 +23,10 @@ ROOT = source.ROOT
 
 
 def _cell(text: str) -> str:
-    """One line of table text; dunder names would become bold outside code."""
-    line = " ".join(text.split()).replace("|", "\\|")
-    return re.sub(r"(?<!`)__(\w+?)__", r"\\_\\_\1\\_\\_", line)
+    """One line of table text. Outside `code`, nothing in it is taken for Markdown: dunder names, brackets, tags."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    plain = re.compile(r"([_\[\]<>*])")
+    return "`".join(part if index % 2 else plain.sub(r"\\\1", part) for index, part in enumerate(parts))
 
 
 def _code(text: str) -> str:
