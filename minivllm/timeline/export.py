@@ -75,9 +75,10 @@ def views_to_json(views: Sequence[View], run: dict[str, object]) -> str:
 
 
 def _without_words(view: View) -> View:
+    """The chart alone: on a page, title and sentences are text."""
     return View(
         name=view.name,
-        title=view.title,
+        title="",
         start_ns=view.start_ns,
         end_ns=view.end_ns,
         zero_ns=view.zero_ns,

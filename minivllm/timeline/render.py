@@ -23,6 +23,7 @@ from minivllm.timeline.view import Kind, Row, View
 
 MIN_WIDTH = 40
 _MIN_BARS = 16
+_KEPT_TAIL = 4
 
 
 class Timeline:
@@ -44,7 +45,8 @@ class Timeline:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         view, glyphs = self.view, self.glyphs
         width = max(options.max_width, MIN_WIDTH)
-        yield Text(glyphs.spell(view.title), style="bold", overflow="fold")
+        if view.title:
+            yield Text(glyphs.spell(view.title), style="bold", overflow="fold")
         if view.rows:
             yield from self._chart(width)
             yield from self._legend(width)
@@ -147,7 +149,12 @@ def _note_style(row: Row) -> Style:
 
 def _label(row: Row, width: int, glyphs: Glyphs) -> Text:
     style = Style(color=theme.color(row.actor.slot), bold=True) if row.heading else Style()
-    return Text(_fit(glyphs.spell(row.label), width, glyphs.ellipsis), style=style)
+    text = glyphs.spell(row.label)
+    head, _, tail = text.rpartition(" ")
+    if cell_len(text) > width and tail[-1:].isdigit() and len(tail) <= _KEPT_TAIL < width // 2:
+        # What tells a row from its neighbours is at the end: a rank, or how many spans share the row.
+        return Text(_fit(head, width - len(tail) - 1, glyphs.ellipsis) + " " + tail, style=style)
+    return Text(_fit(text, width, glyphs.ellipsis), style=style)
 
 
 def _fit(text: str, width: int, ellipsis: str, right: bool = False) -> str:

@@ -49,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment on a row: `symbol` is "ready", "start", "died" or "event"."""
+    """A moment on a row: `symbol` is "ready", "start", "died" or "ended"."""
 
     at_ns: int
     symbol: str
