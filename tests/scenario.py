@@ -10,6 +10,7 @@ process, no shared memory, no temporary directory, no descriptor that was not th
 
 from __future__ import annotations
 
+import concurrent.futures
 import faulthandler
 import functools
 import gc
@@ -186,6 +187,21 @@ def wait_until(condition: Callable[[], Any], limit_s: float, what: str) -> float
     return time.monotonic() - started
 
 
+def in_threads(count: int, body: Callable[[int], Any]) -> list[Any]:
+    """What `body(i)` returned or raised in each of `count` threads that began at the same moment."""
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> Any:
+        barrier.wait()
+        try:
+            return body(index)
+        except BaseException as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
 class Caught:
     """What `raises` has caught."""
 
@@ -208,11 +224,11 @@ def raises(
         yield caught
     except kind as error:
         caught.error, caught.seconds = error, time.monotonic() - started
-        for part in parts:
-            assert part in str(error), f"{part!r} is not in {error}"
-        assert within_s is None or caught.seconds <= within_s * slack(), f"took {caught.seconds:.2f} s"
     else:
         raise AssertionError(f"{kind} was not raised")
+    for part in parts:
+        assert part in caught.text, f"{part!r} is not in {caught.text}"
+    assert within_s is None or caught.seconds <= within_s * slack(), f"took {caught.seconds:.2f} s"
 
 
 def _look_for_leaks(before: dict[str, str]) -> None:

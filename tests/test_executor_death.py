@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from scenario import (
     Skip,
     children,
     descriptors,
+    in_threads,
     is_gone,
     raises,
     run_limited,
@@ -77,7 +79,11 @@ def test_D1_death_reports_what_was_running() -> None:
     with make_executor() as executor:
         with raises(ExecutorFailedError, "rank 1", "SIGKILL", "while executing die (seq 1)", within_s=0.5):
             executor.collective_rpc("die", args=(1,))
-    for how, text in (("kill:11", "SIGSEGV"), ("kill:15", "ended after SIGTERM"), ("exit:3", "exited with code 3")):
+    for how, text in (
+        ("kill:11", "SIGSEGV"),
+        ("kill:15", "ended after SIGTERM"),
+        ("exit:3", "exited with code 3"),
+    ):
         with make_executor(tp=1, distributed_executor_backend="mp") as executor:
             with raises(ExecutorFailedError, "rank 0", text, within_s=0.8):
                 executor.collective_rpc("die", args=(0, how))
@@ -249,23 +255,13 @@ def test_F6_L21_concurrent_shutdown() -> None:
     for _ in range(5):
         executor = make_executor()
         pids = [worker.pid for worker in executor.workers]
-        barrier = threading.Barrier(8)
-        seen: list[Any] = []
-
-        def end() -> None:
-            barrier.wait()
-            try:
-                executor.shutdown()
-                seen.append([psutil.pid_exists(pid) for pid in pids])
-            except BaseException as error:
-                seen.append(error)
-
-        threads = [threading.Thread(target=end) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        seen = in_threads(8, partial(_shut_down_and_look, executor, pids))
         assert seen == [[False, False]] * 8, seen
+
+
+def _shut_down_and_look(executor: Any, pids: list[int], index: int) -> list[bool]:
+    executor.shutdown()
+    return [psutil.pid_exists(pid) for pid in pids]
 
 
 @scenario()
@@ -313,7 +309,9 @@ def test_F8_interrupt_during_a_call_ends_everything() -> None:
     """SIGINT to the whole group, as Ctrl-C does: one traceback, from the parent, and nobody is left."""
     script = [sys.executable, "-c", GROUP_SCRIPT.format(tests=str(TESTS))]
     with tempfile.TemporaryFile() as log:
-        parent = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        parent = subprocess.Popen(
+            script, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
         assert parent.stdout is not None and parent.stdout.readline().startswith("ready")
         family = psutil.Process(parent.pid).children(recursive=True)
         time.sleep(0.3)

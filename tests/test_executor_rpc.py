@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from executor_helpers import make_executor
-from scenario import raises, scenario, slack
+from scenario import in_threads, raises, scenario, slack
 from workers import FailsToLoad
 
 from minivllm.exceptions import ExecutorFailedError, RemoteError
@@ -378,7 +378,6 @@ def test_I6_wait_and_callbacks_work_without_result() -> None:
 def test_I6_L3_many_threads() -> None:
     """Obligation 12: four threads with 200 calls each, blocking and not, all on one executor."""
     with make_executor() as executor:
-        wrong: list[Any] = []
 
         def work(name: int) -> None:
             rng = random.Random(name)
@@ -393,15 +392,9 @@ def test_I6_L3_many_threads() -> None:
                     future = executor.collective_rpc("echo", args=(value,), non_block=True)
                     concurrent.futures.wait([future], 30)
                     got = future.result(0)
-                if got != [value, value]:
-                    wrong.append((value, got))
+                assert got == [value, value], (value, got)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        assert in_threads(4, work) == [None] * 4
 
 
 @scenario()
@@ -409,13 +402,7 @@ def test_I6_one_future_in_many_threads() -> None:
     with make_executor() as executor:
         for i in range(50):
             future = executor.collective_rpc("echo", args=(i,), non_block=True)
-            got: list[Any] = []
-            threads = [threading.Thread(target=lambda f=future: got.append(f.result(10))) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert got == [[i, i]] * 3
+            assert in_threads(3, lambda _, future=future: future.result(10)) == [[i, i]] * 3
 
 
 @scenario()

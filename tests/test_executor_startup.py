@@ -16,7 +16,18 @@ from typing import Any
 import psutil
 import pytest
 from executor_helpers import make_config, make_executor
-from scenario import TESTS, children, is_gone, own_segments, raises, run_limited, scenario, segments, wait_until
+from scenario import (
+    TESTS,
+    children,
+    in_threads,
+    is_gone,
+    own_segments,
+    raises,
+    run_limited,
+    scenario,
+    segments,
+    wait_until,
+)
 
 from minivllm.exceptions import ConfigError, ExecutorFailedError, RemoteError, WorkerStartupError
 from minivllm.executor.abstract import Executor
@@ -199,7 +210,11 @@ def test_L12_parent_killed_while_workers_load(action: str) -> None:
 
 def loading_workers(pid: int) -> list[psutil.Process]:
     """The two workers, when both have got as far as having a title."""
-    found = [child for child in psutil.Process(pid).children() if " ".join(child.cmdline()).startswith("minivllm::Worker")]
+    found = [
+        child
+        for child in psutil.Process(pid).children()
+        if " ".join(child.cmdline()).startswith("minivllm::Worker")
+    ]
     return found if len(found) == 2 else []
 
 
@@ -207,25 +222,16 @@ def loading_workers(pid: int) -> list[psutil.Process]:
 def test_A1_concurrent_starts() -> None:
     """Obligation 16: eight executors at once in threads of one process, twice."""
     for _ in range(2):
-        barrier = threading.Barrier(8)
-        results: list[Any] = []
-
-        def start() -> None:
-            barrier.wait()
-            try:
-                with make_executor(tp=1, distributed_executor_backend="mp") as executor:
-                    method = executor.collective_rpc(lambda worker: worker.distributed_init_method)[0]
-                    results.append((method, executor.collective_rpc("setting", args=("OMP_NUM_THREADS",))[0]))
-            except BaseException as error:
-                results.append(error)
-
-        threads = [threading.Thread(target=start) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        results = in_threads(8, _start_one)
         assert len({method for method, _ in results}) == 8, results
         assert {omp for _, omp in results} == {"1"}
+
+
+def _start_one(index: int) -> tuple[str, str]:
+    with make_executor(tp=1, distributed_executor_backend="mp") as executor:
+        (method,) = executor.collective_rpc(lambda worker: worker.distributed_init_method)
+        (threads,) = executor.collective_rpc("setting", args=("OMP_NUM_THREADS",))
+        return method, threads
 
 
 @scenario()

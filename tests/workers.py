@@ -22,7 +22,6 @@ from minivllm import tracing
 from minivllm.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from minivllm.worker.worker_base import WorkerBase
 
-
 # A test that hangs asks for the stacks of all its processes (tests/scenario.py).
 faulthandler.register(signal.SIGUSR2, all_threads=True)
 

@@ -69,7 +69,7 @@ class FutureWrapper(Future[Any]):
         if not self._call.done:
             limit = None if timeout is None else time.monotonic() + timeout
             with tracing.span("future.result", method=self._call.method, seq=self._call.sequence) as step:
-                step.set(drained=self._channel.wait(self._call, limit))
+                step.set(drained=self._channel.responses.wait(self._call, limit))
         self.publish()
 
     def publish(self) -> None:
@@ -87,7 +87,7 @@ class FutureWrapper(Future[Any]):
     def done(self) -> bool:
         """Whether a result, an error or a cancellation is there; looks into the queues, and does not wait."""
         if not super().done():
-            self._channel.poll(self._call)
+            self._channel.responses.poll(self._call)
             if self._call.done:
                 self.publish()
         return super().done()

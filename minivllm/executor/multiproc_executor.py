@@ -91,7 +91,7 @@ class MultiprocExecutor(Executor):
         try:
             self._start_workers()
         except BaseException:
-            self._resources.shutdown(hurry=True)
+            self._resources.shutdown(hurried=True)
             raise
 
     def _start_workers(self) -> None:
@@ -197,7 +197,7 @@ class MultiprocExecutor(Executor):
             self._resources.channel = self._rpc
             # The hook must not keep a forgotten executor alive.
             progress = weakref.WeakMethod(self._report_progress)
-            self._rpc.on_wait = lambda: (report := progress()) and report()
+            self._rpc.responses.on_wait = lambda: (report := progress()) and report()
             step.set(output_rank=self.output_rank, max_concurrent_batches=self.max_concurrent_batches)
         if self._resources.failure:
             raise WorkerStartupError(f"{self._resources.failure} during start-up")
@@ -337,7 +337,7 @@ class MultiprocExecutor(Executor):
 
     def shutdown(self, hurried: bool = False) -> None:
         """Release every caller, ask the workers to end, and end those that do not."""
-        self._resources.shutdown(self._resources.limits.hurried() if hurried else None)
+        self._resources.shutdown(hurried)
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:

@@ -185,7 +185,7 @@ class ExecutorResources:
         status, channel = self.status(handle.rank), self.channel
         text = f"{handle.name} {explain_exit(handle.exitcode)} in {status.step}"
         if status.executing and channel is not None:
-            text += f" while executing {channel.method_of(status.executing)} (seq {status.executing})"
+            text += f" while executing {channel.report.method_of(status.executing)} (seq {status.executing})"
         return text
 
     def status(self, rank: int) -> RankStatus:
@@ -199,7 +199,7 @@ class ExecutorResources:
 
     # --- the end -----------------------------------------------------------------------------------------------
 
-    def shutdown(self, hurry: bool = False) -> None:
+    def shutdown(self, hurried: bool = False) -> None:
         """End the workers and give everything back (invariants 2 and 3). After a failure it is always in a hurry."""
         if os.getpid() != self._owner_pid:
             return
@@ -210,7 +210,7 @@ class ExecutorResources:
             if thread != threading.get_ident() and threading.current_thread() is not self.monitor:
                 self._finished.wait()
             return
-        limits = self.limits.hurried() if hurry or self.failure else self.limits
+        limits = self.limits.hurried() if hurried or self.failure else self.limits
         try:
             with tracing.span("executor.shutdown", failure=self.failure):
                 self._end_workers(limits)

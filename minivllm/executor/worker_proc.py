@@ -7,25 +7,17 @@ Articles: part 1 §3, §4, part 2 §2.4
 from __future__ import annotations
 
 import logging
-import math
-import os
 import queue
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from minivllm import envs, tracing
-from minivllm.config import ParallelConfig, VllmConfig
+from minivllm.config import VllmConfig
 from minivllm.distributed.shm_broadcast import Handle, MessageDecodeError, MessageQueue, MessageQueueClosed
 from minivllm.executor.call import FAILURE, OUTPUT_FAILURE, SUCCESS
-from minivllm.executor.death_pipe import DeathPipeMonitor
-from minivllm.executor.leftovers import remove_leftovers
-from minivllm.executor.orphan_alarm import arm_orphan_alarm
 from minivllm.executor.remote_exception import RemoteException, describe_exception
 from minivllm.executor.status_page import (
     DONE,
@@ -35,27 +27,22 @@ from minivllm.executor.status_page import (
     StatusPage,
     WorkerState,
 )
-from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, WorkerProcHandle, closed_after_fork
-from minivllm.executor.worker_startup import make_worker_process, startup_timeout_s, wait_for_ready
+from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, WorkerProcHandle
+from minivllm.executor.worker_main import StartupStep, worker_main
+from minivllm.executor.worker_names import setup_proc_title_and_log_prefix
+from minivllm.executor.worker_startup import FAILED_STR, READY_STR, make_worker_process, wait_for_ready
 from minivllm.outputs import AsyncModelRunnerOutput
 from minivllm.platforms import get_platform
-from minivllm.utils.numa_utils import bind_to_numa_node
-from minivllm.utils.system_utils import configure_logging, decorate_logs, set_process_title
 from minivllm.worker.worker_base import WorkerWrapperBase
 
 logger = logging.getLogger(__name__)
-FAILED_EXIT_CODE = 1
 
 
 class WorkerProc:
-    """The child's half of the executor. Everything here runs in the worker process.
+    """The child's half of the executor: what runs in the worker process."""
 
-    Attributes:
-        step: the start-up step that runs, for the FAILED message.
-    """
-
-    READY_STR: Final = "READY"
-    FAILED_STR: Final = "FAILED"
+    READY_STR: Final = READY_STR
+    FAILED_STR: Final = FAILED_STR
 
     class ResponseStatus(Enum):
         """Second field of a response. On the wire it is the plain number."""
@@ -307,202 +294,9 @@ class WorkerProc:
         return wait_for_ready(*args, **kwargs)
 
     @staticmethod
-    def worker_main(
-        *,
-        environment: dict[str, str],
-        parent_pid: int,
-        death_pipe: Connection,
-        orphan_pipe: Connection,
-        status_page: StatusPage,
-        vllm_config: VllmConfig,
-        rank: int,
-        distributed_init_method: str,
-        **kwargs: Any,
-    ) -> None:
-        """Entry point of a worker process.
-
-        Invariants:
-            1. The death pipe is watched from the first instruction on, before anything heavy is imported.
-            2. Exactly one of READY and FAILED is sent, unless the process is ended from outside.
-            3. The handshake has the executor's order, broadcast ring first; another order would deadlock.
-        """
-        # A fork server has the environment of the moment in which it was started.
-        os.environ.update(environment)
-        monitor = DeathPipeMonitor(
-            death_pipe,
-            orphan_grace_s=envs.MINIVLLM_WORKER_ORPHAN_GRACE_S,
-            shutdown_grace_s=envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S,
-            on_orphaned=partial(remove_leftovers, parent_pid),
-        )
-        arm_orphan_alarm(orphan_pipe.fileno(), max(1, math.ceil(envs.MINIVLLM_WORKER_ORPHAN_GRACE_S)))
-        status_page.enter(rank)
-        tracing.configure("worker", rank=rank, label=trace_label(vllm_config.parallel_config, rank))
-        tracing.record_bootstrap("worker.bootstrap")
-        status_page.set_state(rank, WorkerState.INITIALIZING)
-        try:
-            with tracing.span("worker.main", rank=rank):
-                _WorkerMain(monitor, status_page, vllm_config, rank, distributed_init_method).run(**kwargs)
-        finally:
-            monitor.ended()
-            tracing.shutdown()
-
-
-class _WorkerMain:
-    """What worker_main does, step by step."""
-
-    def __init__(
-        self,
-        monitor: DeathPipeMonitor,
-        page: StatusPage,
-        vllm_config: VllmConfig,
-        rank: int,
-        distributed_init_method: str,
-    ) -> None:
-        self.monitor = monitor
-        self.page = page
-        self.vllm_config = vllm_config
-        self.rank = rank
-        self.distributed_init_method = distributed_init_method
-        self.startup = StartupStep()
-        self.worker: WorkerProc | None = None
-        self._ending = False
-
-    def run(
-        self,
-        ready_pipe: Connection,
-        local_rank: int,
-        input_shm_handle: Handle,
-        is_driver_worker: bool,
-        numa_node: int | None,
-    ) -> None:
-        ready = False
-        try:
-            self._prepare(numa_node)
-            worker = self.worker = WorkerProc(
-                self.vllm_config,
-                local_rank,
-                self.rank,
-                self.distributed_init_method,
-                input_shm_handle,
-                is_driver_worker,
-                self.page,
-                self.startup,
-            )
-            assert worker.rpc_broadcast_mq is not None and worker.worker_response_mq is not None
-            self.startup.name = "worker.send_ready"
-            with tracing.span("worker.send_ready", status=WorkerProc.READY_STR):
-                ready_pipe.send(
-                    {"status": WorkerProc.READY_STR, "handle": worker.worker_response_mq.export_handle()}
-                )
-                ready = True
-            self.page.set_state(self.rank, WorkerState.READY)
-            # A queue that is attached to the monitor cannot keep this process waiting after its parent's end.
-            self.monitor.attach(worker.rpc_broadcast_mq.shutdown)
-            self.monitor.attach(worker.worker_response_mq.shutdown)
-            with tracing.span("worker.mq_handshake"):
-                limit = startup_timeout_s(self.vllm_config.parallel_config)
-                worker.rpc_broadcast_mq.wait_until_ready(limit)
-                worker.worker_response_mq.wait_until_ready(limit)
-            ready_pipe.close()
-            worker.worker_busy_loop()
-        except MessageQueueClosed:
-            # The parent closed the pipe before the loop began.
-            pass
-        except BaseException as error:
-            if ready or self._ending:
-                raise
-            self._send_failed(ready_pipe, error)
-            # The parent tells the user; a second traceback from here would only be in the way.
-            raise SystemExit(FAILED_EXIT_CODE) from None
-        finally:
-            self._ending = True
-            self.page.set_state(self.rank, WorkerState.ENDING)
-            if self.worker is not None:
-                self.worker.shutdown()
-
-    def _prepare(self, numa_node: int | None) -> None:
-        with tracing.span("worker.install_signal_handlers"):
-            # Deviation from vLLM: SIGINT is ignored. Ctrl-C goes to the whole process group; the parent decides what
-            # it means, and an executor in a notebook outlives an interrupted call.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        if descriptors := closed_after_fork():
-            with tracing.span(
-                "worker.close_inherited_fds",
-                descriptors=descriptors,
-                why="a copy of a parent's pipe end would hide its EOF from the child that reads it",
-            ):
-                # Closed already, in the fork itself: later there would be a moment in which the copies exist.
-                pass
-        with tracing.span("worker.monitor_death_pipe", thread=self.monitor.thread_name):
-            # It has been running since the first instruction.
-            pass
-        configure_logging()
-        if numa_node is not None:
-            bind_to_numa_node(numa_node)
-        torch: Any = sys.modules.get("torch")
-        if torch is not None:
-            # Only in a forked worker. The parent's OpenMP threads do not exist here, but the OpenMP runtime believes
-            # they do and would wait for them.
-            torch.set_num_threads(1)
-
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
-        # Deviation from vLLM: the death pipe does not switch this off, so a worker that is busy can be ended politely.
-        if not self._ending:
-            self._ending = True
-            raise SystemExit(128 + signum)
-
-    def _send_failed(self, ready_pipe: Connection, error: BaseException) -> None:
-        described = describe_exception(error)
-        logger.info("failed to start in %s\n%s", self.startup.name, described.traceback)
-        with tracing.span("worker.send_ready", status=WorkerProc.FAILED_STR, step=self.startup.name):
-            try:
-                ready_pipe.send(
-                    {
-                        "status": WorkerProc.FAILED_STR,
-                        "step": self.startup.name,
-                        "exception": tuple(described),
-                    }
-                )
-            except OSError:
-                pass  # the parent is gone
-
-
-class StartupStep:
-    """The step of the start-up that runs; what FAILED names."""
-
-    def __init__(self) -> None:
-        self.name = "worker.main"
-
-
-def setup_proc_title_and_log_prefix(parallel_config: ParallelConfig, rank: int, groups_exist: bool) -> None:
-    """Name this process `minivllm::Worker`, and `minivllm::Worker_PP0_TP1` once the groups exist."""
-    name = "Worker"
-    if groups_exist:
-        name += "".join(
-            f"_{dimension}{number}" for dimension, number in _parallel_ranks(parallel_config, rank)
-        )
-    with tracing.span("worker.set_process_title", title=name):
-        set_process_title(name)
-        decorate_logs(name)
-
-
-def trace_label(parallel_config: ParallelConfig, rank: int) -> str:
-    """Short name of a worker in traces: "tp1", "pp0.tp1"."""
-    numbers = _parallel_ranks(parallel_config, rank) or [("TP", 0)]
-    return ".".join(f"{dimension.lower()}{number}" for dimension, number in numbers)
-
-
-def _parallel_ranks(parallel_config: ParallelConfig, rank: int) -> list[tuple[str, int]]:
-    """This rank's number in each dimension with more than one rank: pipeline stages are blocks of consecutive ranks."""
-    tp_size, pp_size = parallel_config.tensor_parallel_size, parallel_config.pipeline_parallel_size
-    numbers = []
-    if pp_size > 1:
-        numbers.append(("PP", rank // tp_size))
-    if tp_size > 1:
-        numbers.append(("TP", rank % tp_size))
-    return numbers
+    def worker_main(**kwargs: Any) -> None:
+        """Entry point of a worker process, see worker_main.worker_main."""
+        worker_main(WorkerProc, **kwargs)
 
 
 def _name_of(method: str | bytes | None) -> str:

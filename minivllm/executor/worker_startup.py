@@ -33,6 +33,9 @@ from minivllm.utils.system_utils import (
 if TYPE_CHECKING:
     from minivllm.executor.termination import ExecutorResources
 
+READY_STR = "READY"
+FAILED_STR = "FAILED"
+
 _PROGRESS_EVERY_S = 0.1
 # A worker that fails takes others down; a moment later the pipes show who else has failed, and why.
 _OTHERS_S = 0.05
@@ -149,7 +152,7 @@ def wait_for_ready(
                 assert isinstance(pipe, Connection)
                 handle = pipes.pop(pipe)
                 message = _receive(pipe)
-                if message is None or message["status"] != "READY":
+                if message is None or message["status"] != READY_STR:
                     raise _startup_failure(resources, handle, message, pipes)
                 pipe.close()
                 step.event("ready", rank=handle.rank, pid=handle.pid)
@@ -197,7 +200,7 @@ def _startup_failure(
     for pipe in wait(list(pipes), _OTHERS_S):
         assert isinstance(pipe, Connection)
         message = _receive(pipe)
-        if message is None or message["status"] != "READY":
+        if message is None or message["status"] != READY_STR:
             errors.append(_describe_failure(resources, pipes[pipe], message))
     errors.sort(key=lambda error: error[0])
     first = errors[0][1]
