@@ -66,17 +66,12 @@ def _processes() -> set[str]:
     return found
 
 
-def _users_elsewhere(segment: str) -> bool:
-    """Whether a process that is not of this run has the segment open: then another run on this machine made it."""
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(TAG_NAME) == TAG:
-                continue
-            if any(segment in region.path for region in process.memory_maps(grouped=True)):
-                return True
-        except (psutil.Error, OSError, NotImplementedError, AttributeError):
-            continue
-    return False
+def _made_elsewhere(segment: str) -> bool:
+    """Whether the process that made the segment (its id is in the name) lives, and is not of this run."""
+    try:
+        return psutil.Process(int(segment.split("-")[1])).environ().get(TAG_NAME) != TAG
+    except (psutil.Error, OSError, ValueError):
+        return False
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
@@ -96,7 +91,7 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     yield
     deadline = time.monotonic() + GRACE_S
     while True:
-        left = _processes() | _sockets() | {s for s in _segments() - before if not _users_elsewhere(s)}
+        left = _processes() | _sockets() | {s for s in _segments() - before if not _made_elsewhere(s)}
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.1)

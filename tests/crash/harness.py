@@ -80,7 +80,6 @@ def run_cell(cell: Cell | None, trace_dir: Path, temp_dir: Path) -> Outcome:
         "MINIVLLM_TRACE": "rpc",
         "MINIVLLM_FAILPOINTS": f"{cell.span}@{cell.who}=kill" if cell else "",
     }
-    before = segments()
     command = [sys.executable, str(CALLER), str(trace_dir), *(["light"] if cell and cell.light else [])]
     outcome = Outcome()
     # Files, not pipes: a pipe would stay open as long as any orphan lives, and the orphan is what we look for.
@@ -104,15 +103,21 @@ def run_cell(cell: Cell | None, trace_dir: Path, temp_dir: Path) -> Outcome:
             break
         time.sleep(0.01)
     outcome.last_exit_at_ns = time.time_ns()
-    outcome.left += sorted(segments() - before)
+    outcome.left += sorted(segments_of({caller.pid, *pids_in(trace_dir)}))
     outcome.left += [str(path) for path in temp_dir.rglob("*") if path.is_socket()]
     outcome.stderr = err_path.read_text(errors="replace")
     outcome.events = [json.loads(line) for line in out_path.read_text().splitlines() if line.startswith("{")]
     return outcome
 
 
-def segments() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").glob("minivllm-*")}
+def pids_in(trace_dir: Path) -> set[int]:
+    """Process ids of a run, from the names of its trace files (<role>-<pid>.jsonl)."""
+    return {int(path.name.split(".")[0].rpartition("-")[2]) for path in trace_dir.glob("*-*.jsonl")}
+
+
+def segments_of(pids: set[int]) -> set[str]:
+    """Shared memory that these processes have made and left: minivllm-<pid>-<random>."""
+    return {str(path) for path in Path("/dev/shm").glob("minivllm-*") if int(path.name.split("-")[1]) in pids}
 
 
 def tagged(tag: str) -> set[psutil.Process]:
