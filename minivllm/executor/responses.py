@@ -9,7 +9,6 @@ a time-out the next call reads the responses of the previous one.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from minivllm.exceptions import ExecutorFailedError, RemoteError
 from minivllm.executor.call import FAILURE, NO_RESPONSE, SUCCESS, PendingCall
 from minivllm.executor.rank_report import RankReport
 from minivllm.executor.status_page import DONE, FAILURE_MASK, SEQUENCE_BITS, SEQUENCE_MASK, StatusPage
+from minivllm.utils.system_utils import yield_core
 
 _SPIN_S = 0.0002
 _FIRST_NAP_S = 0.00005
@@ -173,6 +173,8 @@ class Responses:
         try:
             if call.error is not None:
                 raise _CallFailed
+            # The workers need the core more than this thread, which can only poll.
+            yield_core()
             for rank in call.ranks:
                 if results[rank] is NO_RESPONSE and not self._receive(rank, call, stop):
                     return False
@@ -243,7 +245,7 @@ class Responses:
             if stop is not None and now >= stop:
                 return False
             if now - started < _SPIN_S:
-                os.sched_yield()
+                yield_core()
                 continue
             if now >= look_at:
                 look_at = now + _LOOK_EVERY_S

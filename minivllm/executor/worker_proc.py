@@ -33,6 +33,7 @@ from minivllm.executor.worker_names import setup_proc_title_and_log_prefix
 from minivllm.executor.worker_startup import FAILED_STR, READY_STR, make_worker_process, wait_for_ready
 from minivllm.outputs import AsyncModelRunnerOutput
 from minivllm.platforms import get_platform
+from minivllm.utils.system_utils import yield_core
 from minivllm.worker.worker_base import WorkerWrapperBase
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,9 @@ class WorkerProc:
                 self._report(number, method, error, context)
             words[done] = failures << SEQUENCE_BITS | number
             del output, args, kwargs, func, method
+            # With fewer cores than processes the caller, or another rank, may be waiting for this core; polling the
+            # ring first would keep it waiting.
+            yield_core()
 
     def _resolve_method(
         self, methods: dict[str | bytes, Callable[..., Any]], method: str | bytes

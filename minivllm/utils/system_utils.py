@@ -32,6 +32,9 @@ MAIN_GUARD_ERROR = (
     "module must not start processes by itself: put the code that uses minivllm under `if __name__ == '__main__':`"
 )
 
+# Let another process have this core, if one is waiting for it (macOS has no such call).
+yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
+
 MPContext = SpawnContext | ForkContext | ForkServerContext
 
 
