@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import http.server
 import json
 import os
@@ -75,6 +76,7 @@ class Terminal:
             finally:
                 os._exit(127)
         self.shown = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read_until(self, text: str, limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
@@ -114,7 +116,7 @@ class Terminal:
             data = os.read(self.fd, 65536)
         except OSError:
             return False
-        self.shown += data.decode("utf-8", "replace")
+        self.shown += self._decoder.decode(data)
         return bool(data)
 
 

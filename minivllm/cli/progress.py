@@ -64,10 +64,12 @@ class _Display:
     def __init__(self, trace_dir: Path | None, what: str, begun: float) -> None:
         self.tables = OpenSteps(trace_dir) if trace_dir is not None else None
         self.what, self.begun = what, begun
-        self.last_report = ""
+        self.reports: dict[str, str] = {}
 
     def report(self, line: str) -> None:
-        self.last_report = line
+        """The engine's own report, `who: step`; the last one of each counts."""
+        who, _, step = line.partition(": ")
+        self.reports[who] = step
 
     def render(self) -> RenderableType:
         from rich.console import Group
@@ -78,17 +80,23 @@ class _Display:
         glyphs = theme.glyphs_for(sys.stderr.encoding)
         lines = [Text(glyphs.spell(f"starting {self.what} … {time.monotonic() - self.begun:.1f} s"))]
         for name, slot, step in self.tables.now() if self.tables else []:
-            lines.append(_line(name, theme.color(slot), step, glyphs))
-        if len(lines) == 1 and self.last_report:
-            name, _, step = self.last_report.partition(": ")
-            lines.append(_line(name, theme.color(theme.ENGINE_CORE_SLOT), step, glyphs))
+            lines.append(_line(name, theme.color(slot), step))
+        if len(lines) == 1:
+            lines += [_line(who, theme.color(_slot(who)), step) for who, step in self.reports.items()]
         return Group(*lines)
 
 
-def _line(name: str, color: str, step: str, glyphs: object) -> Text:
+def _slot(who: str) -> int:
+    from minivllm.timeline import theme
+
+    rank = who.rpartition(" ")[2]
+    return theme.FIRST_WORKER_SLOT + int(rank) if rank.isdigit() else theme.ENGINE_CORE_SLOT
+
+
+def _line(name: str, color: str, step: str) -> Text:
     from rich.text import Text
 
-    return Text.assemble("  ", (f"{name:<13}", f"bold {color}"), step, no_wrap=True, overflow="ellipsis")
+    return Text.assemble("  ", (f"{name:<15}", f"bold {color}"), step, no_wrap=True, overflow="ellipsis")
 
 
 class OpenSteps:
@@ -136,9 +144,10 @@ def _rank(journal: Path) -> int | None:
 
 
 def _innermost(path: Path) -> str:
-    """Name of the open span that began last; spans that only frame others lose against what is inside them."""
+    """Name of the open lifecycle span that began last."""
     from minivllm.tracing.catalogue import BY_INDEX
     from minivllm.tracing.open_table import HEADER, MAGIC, SLOT, SLOT_BYTES
+    from minivllm.tracing.spec import LIFECYCLE
 
     try:
         data = path.read_bytes()
@@ -154,6 +163,9 @@ def _innermost(path: Path) -> str:
         free_run = 0 if index else free_run + 1
         if free_run > 64:
             break
-        if 0 < index <= len(BY_INDEX) and end == 0 and start > latest:
+        if not 0 < index <= len(BY_INDEX) or end or start <= latest:
+            continue
+        # Messages and collectives come and go too fast to be read.
+        if BY_INDEX[index - 1].level == LIFECYCLE:
             latest, name = start, BY_INDEX[index - 1].name
     return name
