@@ -155,8 +155,8 @@ class MessageQueue(QueueEnd):
         self.n_remote_reader = 0
         self._dump = _only_the_writer_can_enqueue
         if rank in handle.local_reader_ranks and handle.buffer_handle is not None:
-            self._use_ring(ShmRingBuffer(*handle.buffer_handle))
             self.local_reader_rank = handle.local_reader_ranks.index(rank)
+            self._use_ring(ShmRingBuffer(*handle.buffer_handle, reader=self.local_reader_rank))
             self._overflow_reader = OverflowReader(self.buffer)
             self.buffer.attach(self.local_reader_rank)
         elif handle.remote_subscribe_addr is not None:
@@ -236,10 +236,12 @@ class MessageQueue(QueueEnd):
                 mm[word * 8 + 8 : word * 8 + 8 + CONTEXT_BYTES] = _timing.context
                 message |= TRACED
             ring.words[word] = message
-            mm[first:end] = ring.none_read
-            # Transition b: the message before the flag that announces it.
+            # Transition b: the message before the flags that announce it.
+            # Deviation from vLLM: there the fence stands after the reader flags are cleared. On ARM a reader could then
+            # see its cleared flag together with the old written flag, and read a message that is being written.
             if WEAK_MEMORY_ORDER:
                 memory_fence()
+            mm[first:end] = ring.none_read
             # No call between these lines: a signal handler that raises must not come in between.
             mm[written] = 1
             self.current_idx = following

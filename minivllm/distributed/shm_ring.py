@@ -75,8 +75,8 @@ class ShmRingBuffer:
     Legal transitions, and the order of stores that makes them safe:
 
         a. The writer takes a slot in state 1 or 4 only, and clears the written flag first: state 1.
-        b. It writes the message and the message word, then clears all reader flags (still state 1), then, after a
-           fence, sets the written flag: state 2. Any other order shows readers a torn or an old message.
+        b. It writes the message and the message word, then, after a fence, clears all reader flags (still state 1),
+           then sets the written flag: state 2. Any other order shows readers a torn or an old message.
         c. Reader i reads only while written is 1 and its own flag is 0, and (after a fence) sets its flag when it has
            taken everything it needs out of the slot: state 3 or 4. No process writes another reader's 1.
         d. All walk through the slots in the same order, so nobody needs to be told a position.
@@ -110,8 +110,9 @@ class ShmRingBuffer:
         max_chunk_bytes: int,
         max_chunks: int,
         name: str | None = None,
-        spin_s: float = 0.0,
+        reader: int = -1,
     ) -> None:
+        """Make a ring, or with `name` map an existing one as reader number `reader`."""
         if max_chunk_bytes < MIN_CHUNK_BYTES or max_chunks < 1 or n_reader < 1:
             raise ConfigError(
                 f"a message queue needs at least 1 slot of at least {MIN_CHUNK_BYTES} bytes and 1 reader, got "
@@ -164,8 +165,8 @@ class ShmRingBuffer:
                     (index + 1) % max_chunks,
                 )
             )
-        self.readers_wake = SpinCondition(mm, _READERS_WAKE)
-        self.writer_wake = SpinCondition(mm, _WRITER_WAKE)
+        self.readers_wake = SpinCondition(mm, _READERS_WAKE, 1 + reader, 1 + n_reader)
+        self.writer_wake = SpinCondition(mm, _WRITER_WAKE, 1 + reader, 1 + n_reader)
 
     def handle(self) -> tuple[int, int, int, str]:
         return (self.n_reader, self.max_chunk_bytes, self.max_chunks, self.segment.name)

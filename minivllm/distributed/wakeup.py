@@ -7,6 +7,7 @@ Articles: part 2 §2.5.2
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import platform
@@ -88,9 +89,11 @@ class SpinCondition:
 
         1. A sleeper reads the wake word, then raises the flag, then (after a fence) looks at the ring once more, and
            only then sleeps, and only while the wake word is still what it read.
-        2. A waker changes the ring, then (after a fence) looks at the flag; when it is up, lowers it, then changes the
-           wake word, then wakes. No system call while nobody sleeps.
-        3. A sleeper looks again by itself at least every `RECHECK_S` (`IDLE_RECHECK_S` when it waits for work without
+        2. A waker changes the ring, then (after a fence) looks at the flag; when it is up, lowers it, then (after a
+           fence) changes the wake word, then wakes. No system call while nobody sleeps.
+        3. Every waker stores values of its own into the wake word. Counting it up would be a load and a store: a slow
+           waker would bring an old value back, which a sleeper takes for "nothing has happened".
+        4. A sleeper looks again by itself at least every `RECHECK_S` (`IDLE_RECHECK_S` when it waits for work without
            a limit), so a wake-up that is lost all the same costs a moment and not the system.
 
     Deviation from vLLM: there a reader spins for a full second after each message, its wake-up is a lossy pub/sub
@@ -100,11 +103,13 @@ class SpinCondition:
     RECHECK_S: Final = 0.05
     IDLE_RECHECK_S: Final = 0.25
 
-    __slots__ = ("_address", "_checks", "_mm", "_word", "flag", "spin_s")
+    __slots__ = ("_address", "_checks", "_mm", "_values", "_word", "flag", "spin_s")
 
-    def __init__(self, mm: mmap.mmap, offset: int) -> None:
+    def __init__(self, mm: mmap.mmap, offset: int, waker: int, wakers: int) -> None:
+        """Waker number `waker` of `wakers` processes, on the word at `offset`."""
         self._mm = mm
         self._word = offset
+        self._values = itertools.count(wakers + waker, wakers)
         self.flag = offset + FLAG_OFFSET
         self.spin_s = 0.0
         self._checks = _ALONE
@@ -180,9 +185,8 @@ class SpinCondition:
         """Wake all sleepers. The hot path looks at the flag itself and calls this only when it is up."""
         mm = self._mm
         mm[self.flag] = 0
-        word = self._word
-        value = int.from_bytes(mm[word : word + 4], sys.byteorder) + 1
-        mm[word : word + 4] = (value & 0xFFFFFFFF).to_bytes(4, sys.byteorder)
+        memory_fence()
+        mm[self._word : self._word + 4] = (next(self._values) & 0xFFFFFFFF).to_bytes(4, sys.byteorder)
         futex_wake(self._address)
 
 
