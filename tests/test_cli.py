@@ -162,6 +162,9 @@ def test_view_names_are_those_of_the_timelines() -> None:
     ("args", "said"),
     [
         (["generate"], "give at least one"),
+        (["generate", "-"], "give at least one"),
+        (["generate", "x", ""], "prompt 2 is empty"),
+        (["generate", "caf\udcff"], "prompt 1 is not text"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens=0 is not valid"),
         (["generate", "x", "--temperature", "-1"], "temperature=-1.0 is not valid"),
         (["generate", "x", "--model", "/nowhere"], "is not a directory"),
@@ -311,6 +314,27 @@ def test_a_closed_pipe_is_no_error(trace: Path, args: list[str]) -> None:
     process.stderr.close()
     assert process.wait(LIMIT_S) == 141
     assert stderr == b""
+
+
+@pytest.mark.parametrize("closing", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closing: str) -> None:
+    command = f"{sys.executable} -m minivllm.cli.main spans {closing}"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env=environment(), timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_one_line() -> None:
+    command = f"{sys.executable} -m minivllm.cli.main spans > /dev/full"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env=environment(), timeout=LIMIT_S
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "minivllm: error: No space left on device"
+    assert "Traceback" not in done.stderr
 
 
 # --- doctor

@@ -52,6 +52,9 @@ class TracedFailure(Exception):
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Parse the command line, run its subcommand, and turn whatever ends it into an exit code."""
+    # Started with a closed stdout or stderr, Python has None there.
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
@@ -149,8 +152,10 @@ def report(error: Exception, traceback: bool) -> int:
     if isinstance(error, (EngineDeadError, ExecutorFailedError, RemoteError)):
         complain(f"the engine failed: {message}")
         return FAILED
-    if isinstance(error, OSError) and error.filename:
-        complain(f"error: {error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.strerror:
+        complain(
+            f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error.strerror}"
+        )
         return FAILED
     complain(f"unexpected {type(error).__name__}: {message or 'no message'} (--traceback shows where)")
     return FAILED

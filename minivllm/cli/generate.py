@@ -112,11 +112,19 @@ def _prompts(given: list[str]) -> list[str]:
     prompts: list[str] = []
     for text in given:
         if text == "-":
-            prompts += [line for line in sys.stdin.read().splitlines() if line.strip()]
+            lines = sys.stdin.read().splitlines() if sys.stdin is not None else []
+            prompts += [line for line in lines if line.strip()]
         else:
             prompts.append(text)
     if not prompts:
         raise RequestError("no prompt: give at least one, or - to read one per line from standard input")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise RequestError(f"prompt {number} is empty: at least one token is needed to begin with")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"prompt {number} is not text in this terminal's encoding") from None
     return prompts
 
 
