@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
             path = make_random_checkpoint(tmp_path_factory.mktemp(name) / name, **PRESETS[name])
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         result = Reference(path, [], [], [], [])
-        with torch.inference_mode():
+        with torch.inference_mode(), warnings.catch_warnings():
+            # transformers 5 has a new name for past_key_values, which transformers 4 does not know.
+            warnings.simplefilter("ignore", FutureWarning)
             for prompt in prompts_for(Tokenizer.from_file(str(path / "tokenizer.json"))):
                 out = model(torch.tensor([prompt]), use_cache=True)
                 rows = [out.logits[0, -1].log_softmax(-1)]
@@ -138,7 +141,7 @@ CASES = [
     Case("qwen3-gqa4", budget=9, blocks=30, block_size=8),
     Case("qwen3-kv2", block_size=5),
     Case("qwen3-untied", budget=24, block_size=3),
-    Case("qwen3-bias"),
+    Case("qwen3-bias", asynchronous=True),
     Case("llama-gqa1", **PREEMPTED),
     Case("llama-gqa2", **CHUNKED),
     # Over processes: each tp, executor and way to schedule, with different models.
@@ -161,7 +164,7 @@ PRODUCT = [
         (None, 30),
         (False, True),
     )
-    if (backend == "mp" or tp == 1) and not (asynchronous and backend == "uni")
+    if backend == "mp" or tp == 1
 ]
 
 

@@ -231,6 +231,26 @@ def test_calls_from_several_threads_take_turns(llm: LLM) -> None:
     assert all(output.outputs[0].token_ids == expected([9, 9], params) for output in outputs)
 
 
+def test_two_threads_may_generate(llm: LLM) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with ThreadPoolExecutor(3) as pool:
+        outputs = list(pool.map(lambda i: llm.generate([[i], [i, i]], params, False), range(6)))
+    for i, (first, second) in enumerate(outputs):
+        assert first.outputs[0].token_ids == expected([i], params)
+        assert second.outputs[0].token_ids == expected([i, i], params)
+
+
+def test_thousands_of_requests_at_once() -> None:
+    """More than any queue of the channel holds by default."""
+    with start("uni", max_num_seqs=64) as llm:
+        outputs = llm.generate(
+            [[i % 2048] for i in range(3000)], SamplingParams(max_tokens=1), use_tqdm=False
+        )
+    assert [output.prompt_token_ids for output in outputs] == [[i % 2048] for i in range(3000)]
+
+
 def test_in_process_engine_core_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
     with start("uni") as llm:

@@ -106,6 +106,38 @@ def test_a_killed_client_takes_everything_with_it(phase: str, tmp_path: Path) ->
     finish(process)
 
 
+def test_a_client_killed_at_any_moment_of_its_start_leaves_nothing(tmp_path: Path) -> None:
+    """Every 60 ms of the first 0.7 s: neither processes nor files."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    for i in range(12):
+        tag = f"moment-{os.getpid()}-{i}"
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_scenarios.py"), "run_until_killed", "idle"],
+            env={**environment, "MINIVLLM_TEST_MOMENT": tag},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(0.15 + 0.06 * i)
+        process.kill()
+        process.wait()
+        all_end(_tagged("MINIVLLM_TEST_MOMENT", tag), 1.5)
+        # What was being started at that moment may appear in the table only now.
+        all_end(_tagged("MINIVLLM_TEST_MOMENT", tag), 1.5)
+        left = [path.name for path in tmp_path.iterdir() if path.name.startswith("minivllm-")]
+        assert not left, f"killed after {0.15 + 0.06 * i:.2f} s: {left}"
+
+
+def _tagged(name: str, value: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(name) == value:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
 @pytest.mark.parametrize("phase", ["start", "idle", "generate", "rpc"])
 def test_ctrl_c_ends_everything_within_a_second(phase: str) -> None:
     """SIGINT goes to the whole group, as from a terminal."""

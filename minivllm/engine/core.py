@@ -10,7 +10,6 @@ import gc
 import os
 import pickle
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,6 +40,8 @@ from minivllm.engine import (
 from minivllm.engine.core_process import (
     HURRY_SIGNAL,
     Ending,
+    leave,
+    make_socket,
     monitor_client,
     say_goodbye,
     send_startup_message,
@@ -424,7 +425,7 @@ class EngineCoreProc(EngineCore):
         tracing.configure("engine_core")
 
         context = zmq.Context()
-        socket = context.socket(zmq.PAIR)
+        socket = make_socket(context)
         # Time for the last message to leave when the process ends.
         socket.setsockopt(zmq.LINGER, 300)
         exit_code = 0
@@ -447,7 +448,7 @@ class EngineCoreProc(EngineCore):
             tracing.shutdown()
             socket.close()
             context.term()
-        sys.exit(exit_code)
+        leave(exit_code)
 
 
 def _request_id(payload: memoryview) -> str:

@@ -40,6 +40,7 @@ from minivllm.engine.core_process import (
     HURRY_SIGNAL,
     STARTUP_ERRORS,
     describe_failure,
+    make_socket,
     remove_socket_directory,
 )
 from minivllm.engine.serial_utils import FunctionByValue, decode_exception, pickle_value
@@ -195,7 +196,7 @@ class BackgroundResources:
         self._pidfd = -1
         self._address = f"ipc://{tempfile.mkdtemp(prefix='minivllm-engine-', dir=_socket_base())}/engine"
         self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.PAIR)
+        self.socket = make_socket(self._context)
         self.socket.setsockopt(zmq.LINGER, 0)
         mp_context = multiprocessing.get_context("spawn")
         # One line, in which EngineCore says what it is doing.

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -34,6 +34,18 @@ STARTUP_ERRORS = (ConfigError, WorkerStartupTimeout, WorkerStartupError)
 HURRY_SIGNAL = signal.SIGUSR1
 
 
+def make_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    """One end of the channel between client and EngineCore.
+
+    Deviation from vLLM: one pair of sockets in both directions instead of two, as one client has one engine.
+    """
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    # Neither side may ever block on a full queue: each could be waiting for the other.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    return socket
+
+
 class Ending:
     """Turns the first signal into SystemExit, and no later one: the clean-up must not be torn apart.
 
@@ -51,6 +63,17 @@ class Ending:
             self.begun = True
             self.hurried = signum == HURRY_SIGNAL
             raise SystemExit(128 + signal.SIGTERM)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process without taking the interpreter apart, which takes long when a worker in here has loaded torch."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            # Nobody reads it any more.
+            pass
+    os._exit(exit_code)
 
 
 def monitor_client(client_pid: int, death_reader: Connection, address: str) -> None:

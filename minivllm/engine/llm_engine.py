@@ -15,6 +15,7 @@ from minivllm.engine import EngineCoreRequest
 from minivllm.engine.core_client import EngineCoreClient, OnProgress
 from minivllm.engine.input_processor import InputProcessor, load_tokenizer
 from minivllm.engine.output_processor import OutputProcessor
+from minivllm.exceptions import ConfigError
 from minivllm.executor.abstract import Executor
 from minivllm.request_output import RequestOutput
 from minivllm.sampling_params import SamplingParams
@@ -29,8 +30,11 @@ class LLMEngine:
         self, vllm_config: VllmConfig, on_progress: OnProgress | None = None, trace_parent: bytes = b""
     ) -> None:
         self.vllm_config = vllm_config
+        executor_class = Executor.get_class(vllm_config)
+        if vllm_config.scheduler_config.async_scheduling and not executor_class.supports_async_scheduling():
+            raise ConfigError(f"async_scheduling does not work with {executor_class.__name__}; leave it out")
         self.engine_core = EngineCoreClient.make_client(
-            envs.MINIVLLM_ENABLE_MULTIPROCESSING, vllm_config, Executor.get_class(vllm_config), trace_parent
+            envs.MINIVLLM_ENABLE_MULTIPROCESSING, vllm_config, executor_class, trace_parent
         )
         try:
             # The tokenizer is read while the processes start.
