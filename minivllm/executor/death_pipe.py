@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -65,7 +66,7 @@ class DeathPipeMonitor:
         self._on_orphaned = on_orphaned
         self._lock = threading.Lock()
         self._closers: list[Callable[[], object]] = []
-        self._ended = threading.Event()
+        self._handled = threading.Event()
         self.reason = ""
         self.thread_name = "minivllm-death-pipe"
         threading.Thread(target=self._watch, name=self.thread_name, daemon=True).start()
@@ -78,9 +79,10 @@ class DeathPipeMonitor:
                 return
         close()
 
-    def ended(self) -> None:
-        """The process has left its loop and cleaned up: there is no need to end it."""
-        self._ended.set()
+    def wait_until_handled(self) -> None:
+        """When the pipe has fired: wait for the thread to have closed everything, so that its step is in the trace."""
+        if self.reason:
+            self._handled.wait(0.2)
 
     def _watch(self) -> None:
         reason = _wait_at(self._death_pipe)
@@ -94,9 +96,10 @@ class DeathPipeMonitor:
                 if reason == PARENT_DIED:
                     self._on_orphaned()
         finally:
-            if not self._ended.wait(self._grace_s[reason]):
-                # Not sys.exit: that would end this thread only, and the main thread may be in a call for ever.
-                os._exit(ORPHAN_EXIT_CODE)
+            self._handled.set()
+            time.sleep(self._grace_s[reason])
+            # Not sys.exit: that would end this thread only, and the main thread may be in a call for ever.
+            os._exit(ORPHAN_EXIT_CODE)
 
 
 def _wait_at(death_pipe: Connection) -> str:

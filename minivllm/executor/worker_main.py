@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -69,14 +70,34 @@ def worker_main(
     tracing.configure("worker", rank=rank, label=trace_label(vllm_config.parallel_config, rank))
     tracing.record_bootstrap("worker.bootstrap")
     status_page.set_state(rank, WorkerState.INITIALIZING)
+    code = 0
     try:
         with tracing.span("worker.main", rank=rank):
             _WorkerMain(
                 worker_proc_class, monitor, status_page, vllm_config, rank, distributed_init_method
             ).run(**kwargs)
-    finally:
-        monitor.ended()
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    monitor.wait_until_handled()
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """End the process without taking the interpreter apart.
+
+    With torch loaded that takes a second of computing, and gives back nothing that the kernel does not. Exit handlers
+    do not run either: in a forked worker they are the parent's, whose files they would remove.
+    """
+    try:
         tracing.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 class _WorkerMain:
