@@ -554,6 +554,7 @@ def test_demo_in_a_terminal_shows_progress_text_timelines_and_what_to_do_next(tm
         "docker run",
         "--otlp http://localhost:4318",
         "--view all",
+        "minivllm step",
     ):
         assert text in shown, text
     (trace,) = (tmp_path / "traces").iterdir()

@@ -103,6 +103,7 @@ def _print_next(console: Console, trace: Path) -> None:
     lines = (
         ("The trace is in", str(trace)),
         ("All views:", f"minivllm timeline {trace} --view all"),
+        ("Step by step:", f"minivllm step {trace}"),
         ("As a picture:", f"minivllm timeline {trace} --view spawn --svg spawn.svg"),
         ("In Jaeger:", JAEGER),
         ("", f"minivllm export {trace} --otlp http://localhost:4318"),

@@ -1,4 +1,4 @@
-"""`minivllm export DIR`: send a recorded run to Jaeger or any OTLP collector, or merge it into one file.
+"""`minivllm export DIR`: a recorded run for other tools, as files or sent to Jaeger or any OTLP collector.
 
 vLLM 0.25.1: no counterpart
 Articles: –
@@ -8,115 +8,120 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from minivllm.cli import common
+from minivllm.trace_export.errors import ExportError
 
 if TYPE_CHECKING:
-    from http.client import HTTPConnection
-
     from minivllm.trace_store import TraceStore
 
-_SPANS_PER_REQUEST = 1000
-_TIMEOUT_S = 5.0
+__all__ = ["ExportError", "add_parser", "run"]
+
+_EXAMPLES = """\
+examples:
+  minivllm export traces/run --html run.html                  one page that needs no network
+  minivllm export traces/run --perfetto run.json              for https://ui.perfetto.dev
+  minivllm export traces/run --otlp http://localhost:4318     into a running Jaeger
+  minivllm export traces/run --otlp-json - | gzip > run.json.gz
+"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "export",
         parents=[common.options()],
-        help="send a recorded run to Jaeger, or merge it into one OTLP/JSON file",
-        description="Send a recorded run to Jaeger or another OTLP collector, or merge the files of its processes into one.",
+        help="give a recorded run to other tools: a page, Perfetto, Jaeger, any OTLP collector",
+        description="Write a recorded run in the formats of other tools, or send it to an OTLP endpoint. Several at once are fine.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", help="the trace directory of the run")
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--otlp", metavar="URL", help="an OTLP/HTTP endpoint, such as http://localhost:4318")
-    target.add_argument(
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="one self-contained page: timeline, zoom, search, details (- for stdout)",
+    )
+    parser.add_argument("--perfetto", metavar="FILE", help="Chrome's JSON, for Perfetto (- for stdout)")
+    parser.add_argument("--jaeger-json", metavar="FILE", help="Jaeger's own JSON (- for stdout)")
+    parser.add_argument(
         "--otlp-json", metavar="FILE", help="one OTLP/JSON file; Jaeger's upload takes it (- for stdout)"
+    )
+    parser.add_argument(
+        "--otlp",
+        metavar="URL",
+        help="an OTLP endpoint, such as http://localhost:4318; with OTEL_EXPORTER_OTLP_PROTOCOL=grpc http://localhost:4317",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from minivllm.cli.timeline import open_store
+    from minivllm.exceptions import ConfigError
 
-    # An address that cannot work is refused before a large trace is read.
-    sender = _Sender(args.otlp) if args.otlp else None
+    wanted = [
+        (file, encode)
+        for file, encode in (
+            (args.html, _html),
+            (args.perfetto, _perfetto),
+            (args.jaeger_json, _jaeger_json),
+            (args.otlp_json, _otlp_json),
+        )
+        if file is not None
+    ]
+    if not wanted and not args.otlp:
+        raise ConfigError("say where to: --html, --perfetto, --jaeger-json, --otlp-json or --otlp")
+    files = [file for file, _ in wanted]
+    if len(set(files)) < len(files):
+        raise ConfigError("two outputs cannot go to the same file")
+    sender = None
+    if args.otlp:
+        from minivllm.trace_export.otlp import make_sender
+
+        # An address that cannot work is refused before a large trace is read.
+        sender = make_sender(args.otlp)
     store = open_store(args.directory)
+    # Files first: whatever an endpoint does, they are there.
+    for file, encode in wanted:
+        _write(file, encode, store)
     if sender is not None:
-        sender.send(store)
-        print(f"sent {len(store.spans()):,} spans of trace {store.trace_id} to {sender.url}", file=sys.stderr)
-    elif args.otlp_json == "-":
-        sys.stdout.buffer.write(store.encode_otlp() + b"\n")
-    else:
-        store.write_otlp_json(args.otlp_json)
-        print(f"wrote {args.otlp_json} ({len(store.spans()):,} spans)", file=sys.stderr)
+        from minivllm.trace_export.otlp import send_store
+
+        count = send_store(store, sender)
+        print(f"sent {count:,} spans of trace {store.trace_id} to {sender.url}", file=sys.stderr)
     return common.OK
 
 
-class ExportError(RuntimeError):
-    """The endpoint did not take the trace; the text says why and what to do. Nothing is lost: the files stay."""
+def _write(file: str, encode: Callable[[TraceStore], bytes], store: TraceStore) -> None:
+    content = encode(store)
+    if file == "-":
+        sys.stdout.flush()
+        sys.stdout.buffer.write(content + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    with open(file, "wb") as target:
+        target.write(content + b"\n")
+    print(f"wrote {file} ({len(store.spans()):,} spans)", file=sys.stderr)
 
 
-class _Sender:
-    """OTLP/HTTP with JSON bodies, which every collector and Jaeger take and which need no further package."""
+def _html(store: TraceStore) -> bytes:
+    from minivllm.trace_export.page import encode_page
 
-    def __init__(self, endpoint: str) -> None:
-        from urllib.parse import urlsplit
+    return encode_page(store)
 
-        from minivllm.exceptions import ConfigError
 
-        try:
-            parts = urlsplit(endpoint)
-            self.port = parts.port
-        except ValueError:
-            raise ConfigError(f"--otlp {endpoint}: not a URL; use http://localhost:4318") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--otlp {endpoint}: not an http:// or https:// URL; use http://localhost:4318")
-        self.secure, self.host = parts.scheme == "https", parts.hostname
-        # As the OTLP specification has it: the endpoint is a base, the signal's path is added.
-        base = parts.path.rstrip("/")
-        self.path = base if base.endswith("/v1/traces") else base + "/v1/traces"
-        self.url = f"{parts.scheme}://{parts.netloc}{self.path}"
+def _perfetto(store: TraceStore) -> bytes:
+    from minivllm.trace_export.perfetto import encode_perfetto
 
-    def send(self, store: TraceStore) -> None:
-        """Send the spans process by process, in pieces that a collector's limit on a body lets through.
+    return encode_perfetto(store)
 
-        Raises:
-            ExportError: the endpoint cannot be reached, is too slow, or refuses.
-        """
-        import http.client
-        import json
 
-        connection_type = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
-        connection = connection_type(self.host, self.port, timeout=_TIMEOUT_S)
-        try:
-            for resource_spans in store.to_otlp()["resourceSpans"]:
-                spans = [span for scope in resource_spans["scopeSpans"] for span in scope["spans"]]
-                for at in range(0, len(spans), _SPANS_PER_REQUEST):
-                    piece = {"scope": {"name": "minivllm"}, "spans": spans[at : at + _SPANS_PER_REQUEST]}
-                    body = {"resourceSpans": [{**resource_spans, "scopeSpans": [piece]}]}
-                    self._post(connection, json.dumps(body).encode())
-        except TimeoutError:
-            raise ExportError(
-                f"{self.url} did not answer within {_TIMEOUT_S:.0f} s; is it an OTLP/HTTP endpoint?"
-            ) from None
-        except (OSError, http.client.HTTPException) as e:
-            reason = getattr(e, "strerror", None) or str(e) or type(e).__name__
-            raise ExportError(
-                f"{self.url} cannot be reached ({reason}); start Jaeger or a collector there, or check the address"
-            ) from None
-        finally:
-            connection.close()
+def _jaeger_json(store: TraceStore) -> bytes:
+    from minivllm.trace_export.jaeger import encode_jaeger
 
-    def _post(self, connection: HTTPConnection, body: bytes) -> None:
-        connection.request("POST", self.path, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read(2000).decode("utf-8", "replace")
-        # What is left of a long answer would be taken for the next one.
-        response.read()
-        if response.status >= 300:
-            first = answer.strip().splitlines()[0][:200] if answer.strip() else "no text"
-            raise ExportError(
-                f"{self.url} refused the trace: HTTP {response.status} {response.reason}: {first}"
-            )
+    return encode_jaeger(store)
+
+
+def _otlp_json(store: TraceStore) -> bytes:
+    return store.encode_otlp()
