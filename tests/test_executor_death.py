@@ -122,6 +122,20 @@ def test_death_fails_every_kind_of_waiting() -> None:
 
 
 @scenario()
+def test_callbacks_of_a_failure_may_ask_for_other_results() -> None:
+    executor = make_executor()
+    first = executor.collective_rpc("sleep", args=(60,), non_block=True)
+    second = executor.collective_rpc("echo", non_block=True)
+    seen: list[BaseException | None] = []
+    first.add_done_callback(lambda future: seen.append(second.exception(1)))
+    second.add_done_callback(lambda future: seen.append(first.exception(1)))
+    os.kill(executor.workers[0].pid, signal.SIGKILL)
+    wait_until(lambda: len(seen) == 2, 1, "callbacks")
+    assert all(isinstance(error, ExecutorFailedError) for error in seen)
+    executor.shutdown()
+
+
+@scenario()
 def test_death_while_idle_is_noticed_at_once() -> None:
     executor = make_executor()
     os.kill(executor.workers[0].pid, signal.SIGKILL)
@@ -247,6 +261,29 @@ def test_L19_sigkill_is_the_last_resort_and_leaves_no_zombie() -> None:
     assert time.monotonic() - started < 1.5 * slack()
     assert [worker.exitcode for worker in executor.workers] == [0, -signal.SIGKILL]
     assert not zombies()
+
+
+@scenario()
+def test_killed_during_shutdown() -> None:
+    """A worker that dies while it shuts down changes nothing: the shutdown ends, and is no failure."""
+    with tempfile.TemporaryDirectory() as directory:
+        executor = make_executor()
+        executor.register_failure_callback(lambda: os._exit(99))
+        executor.collective_rpc("take_time_to_shut_down", args=(0.6, str(Path(directory) / "marker")))
+        threading.Timer(0.2, os.kill, (executor.workers[1].pid, signal.SIGKILL)).start()
+        executor.shutdown()
+        assert [worker.exitcode for worker in executor.workers] == [0, -signal.SIGKILL]
+        assert not executor.is_failed
+
+
+@scenario(env={"MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S": "0.3"})
+def test_sigterm_ends_a_clean_up_that_hangs() -> None:
+    executor = make_executor()
+    executor.collective_rpc("take_time_to_shut_down", args=(60, ""))
+    started = time.monotonic()
+    executor.shutdown()
+    assert time.monotonic() - started < 1.0 * slack()
+    assert [worker.exitcode for worker in executor.workers] == [128 + signal.SIGTERM] * 2
 
 
 @scenario(limit_s=60)

@@ -109,6 +109,46 @@ def test_I1_L4_no_stale_response_after_an_interrupt() -> None:
 
 
 @scenario(limit_s=60)
+def test_L4_interrupts_at_any_moment() -> None:
+    """300 interrupts, each somewhere in a call: no lock is left locked, and no answer goes to the wrong call."""
+    rng = random.Random(3)
+    shooting, stop = threading.Event(), threading.Event()
+
+    def shoot() -> None:
+        while not stop.is_set():
+            time.sleep(rng.random() * 0.004)
+            if shooting.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with make_executor() as executor:
+        thread = threading.Thread(target=shoot)
+        thread.start()
+        number = interrupts = 0
+        while interrupts < 300:
+            try:
+                shooting.set()
+                while True:
+                    number += 1
+                    if number % 3 == 0:
+                        got = executor.collective_rpc("echo", args=(number,))
+                    elif number % 3 == 1:
+                        got = [executor.collective_rpc("echo", args=(number,), unique_reply_rank=1)] * 2
+                    else:
+                        got = executor.collective_rpc("echo", args=(number,), non_block=True).result()
+                    assert got == [number, number], (number, got)
+            except KeyboardInterrupt:
+                interrupts += 1
+        shooting.clear()
+        stop.set()
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt:
+                pass
+        assert executor.collective_rpc("echo", args=("after",), timeout=10) == ["after", "after"]
+
+
+@scenario(limit_s=60)
 def test_I1_every_answer_is_to_its_own_call() -> None:
     """500 random calls: good, failing, late, non-blocking, interrupted; each result carries its own number."""
     rng = random.Random(7)
@@ -449,3 +489,35 @@ def test_B8_L23_L24_arrays_are_copies_on_both_sides() -> None:
             executor.collective_rpc("echo", args=(np.full(1 << 18, i),), unique_reply_rank=0)
         kept = executor.collective_rpc("get_kept")
         assert all((value == 7).all() for value in kept)
+
+
+@scenario(limit_s=60)
+def test_B10_memory_does_not_grow() -> None:
+    def resident(worker: Any = None) -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with make_executor() as executor:
+        for _ in range(1000):
+            executor.collective_rpc("echo")
+        before = [resident(), *executor.collective_rpc(resident)]
+        for i in range(20000):
+            executor.collective_rpc("echo", args=(i,), unique_reply_rank=i % 2)
+        after = [resident(), *executor.collective_rpc(resident)]
+        growth = [b - a for a, b in zip(before, after, strict=True)]
+        assert max(growth) < 2 << 20, growth
+
+
+@scenario()
+def test_C1_idle_costs_nothing() -> None:
+    """Obligation 18: two idle seconds cost each process next to no time."""
+    import psutil
+
+    with make_executor() as executor:
+        executor.collective_rpc("echo")
+        time.sleep(0.5)
+        processes = [psutil.Process(), *(psutil.Process(worker.pid) for worker in executor.workers)]
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        time.sleep(2)
+        used = [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
+        assert max(used) <= 0.03, used

@@ -109,6 +109,9 @@ def test_H1_L41_every_step_of_every_process(method: str) -> None:
     for rank, pid in pids.items():
         spans = [span for span in store.spans() if span.process.pid == pid]
         assert {span.process.rank for span in spans} == {rank}
+        # A10: the order of the start-up, too. (The death pipe fires in a thread of its own.)
+        rest = iter(span.name for span in spans)
+        assert all(step in rest for step in WORKER_STEPS[:-2]), [span.name for span in spans]
         names = {span.name for span in spans}
         expected = set(WORKER_STEPS) | ({"worker.close_inherited_fds"} if method == "fork" else set())
         assert expected <= names, expected - names

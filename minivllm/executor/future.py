@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from minivllm import tracing
+from minivllm.executor.responses import release_if_owned
 
 if TYPE_CHECKING:
     from minivllm.executor.call import PendingCall
@@ -68,8 +69,13 @@ class FutureWrapper(Future[Any]):
     def _wait(self, timeout: float | None) -> None:
         if not self._call.done:
             limit = None if timeout is None else time.monotonic() + timeout
+            responses = self._channel.responses
             with tracing.span("future.result", method=self._call.method, seq=self._call.sequence) as step:
-                step.set(drained=self._channel.responses.wait(self._call, limit))
+                try:
+                    step.set(drained=responses.wait(self._call, limit))
+                except BaseException:
+                    release_if_owned(responses.lock)
+                    raise
         self.publish()
 
     def publish(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from _thread import RLock
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class _CallFailed(Exception):
 class Responses:
     """Responses of all ranks to all calls of one executor.
 
-    One thread at a time reads (`_lock`), whichever wants a result. Calls are finished in their order.
+    One thread at a time reads (`lock`), whichever wants a result. Calls are finished in their order.
 
     Invariants:
         1. A response is matched by its number, never by its place in the queue: what is left of a call that timed
@@ -69,7 +70,7 @@ class Responses:
         self._done_index = tuple(page.index(rank, DONE) for rank in range(page.world_size))
         self._find_dead = find_dead
         self._report = report
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self.ranks = tuple(range(page.world_size))
         self.pending: deque[PendingCall] = deque()  # oldest first
         self._in_flight: dict[int, PendingCall] = {}
@@ -124,7 +125,7 @@ class Responses:
         drained = 0
         while not call.done:
             stop = call.deadline if limit is None else _earlier(call.deadline, limit)
-            if not self._lock.acquire(timeout=-1 if stop is None else max(0.0, stop - _monotonic())):
+            if not self.lock.acquire(timeout=-1 if stop is None else max(0.0, stop - _monotonic())):
                 self._expire(call, limit)
                 continue
             try:
@@ -139,7 +140,7 @@ class Responses:
                     self._expire(oldest, None)
                     self._expire(call, limit)
             finally:
-                self._lock.release()
+                self.lock.release()
             # Outside the lock: the future's callbacks may make calls of their own.
             if oldest is not call and oldest.done:
                 drained += 1
@@ -323,12 +324,12 @@ class Responses:
 
     def try_drain(self) -> None:
         """Read whatever is there, unless another thread is reading anyway."""
-        if self._lock.acquire(blocking=False):
+        if self.lock.acquire(blocking=False):
             try:
                 for rank in self.ranks:
                     self._drain(rank)
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def _settle(self, call: PendingCall) -> bool:
         """After a failure: give the other ranks a moment, so that the error which is raised is the one that matters.
@@ -362,7 +363,7 @@ class Responses:
 
     def poll(self, call: PendingCall) -> None:
         """Finish calls up to `call` as far as this is possible without waiting."""
-        if self.closed or not self._lock.acquire(blocking=False):
+        if self.closed or not self.lock.acquire(blocking=False):
             return
         finished = []
         try:
@@ -376,7 +377,7 @@ class Responses:
         except MessageQueueClosed:
             pass
         finally:
-            self._lock.release()
+            self.lock.release()
         for done in finished:
             if done.future is not None:
                 done.future.publish()
@@ -393,15 +394,27 @@ class Responses:
         self.closed = reason
         for queue in self._queues:
             queue.shutdown(reason)
+        ended = []
         while self.pending:
             try:
-                call = self.pending.popleft()
+                ended.append(self.pending.popleft())
             except IndexError:
                 break
-            call.fail(self.error())
-            call.finish()
+            ended[-1].fail(self.error())
+            ended[-1].finish()
+        # After all are done: a callback of one may ask for the result of another.
+        for call in ended:
             if call.future is not None:
                 call.future.publish()
+
+
+def release_if_owned(lock: RLock) -> None:
+    """Give a lock back that this thread may hold.
+
+    An exception from a signal handler can come after a lock was taken and before the block that would release it.
+    """
+    while lock._is_owned():  # type: ignore[attr-defined]
+        lock.release()
 
 
 def _earlier(a: float | None, b: float | None) -> float | None:

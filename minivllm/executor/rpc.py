@@ -15,7 +15,7 @@ from typing import Any
 from minivllm.distributed.shm_broadcast import MessageQueue, MessageQueueClosed
 from minivllm.executor.call import PendingCall
 from minivllm.executor.rank_report import RankReport
-from minivllm.executor.responses import Responses
+from minivllm.executor.responses import Responses, release_if_owned
 from minivllm.executor.status_page import StatusPage
 
 # Method of a message that only states its number: sent after an interrupted one, which may or may not have gone out.
@@ -60,7 +60,7 @@ class RpcChannel:
         self._stuck_timeout_s = stuck_timeout_s
         self.report = RankReport(page)
         self.responses = Responses(response_mqs, page, find_dead, self.report)
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.RLock()
         self._sequence = 0
         self._unsure = False  # whether the last number has reached the workers
         self._watch_lock = threading.Lock()
@@ -100,20 +100,25 @@ class RpcChannel:
             len(ranks),
             aggregate,
         )
-        if not self._send_lock.acquire(blocking=False):
-            self._await_turn(call)
         try:
-            if responses.closed:
-                raise responses.error()
-            if responses.suspect is not None:
-                self._await_suspect(call)
-            if self._unsure:
-                self._send_number()
-            if len(responses.pending) > _UNREAD_CALLS:
-                responses.try_drain()
-            self._send(call, (method, args, kwargs, reply_rank, context))
-        finally:
-            self._send_lock.release()
+            if not self._send_lock.acquire(blocking=False):
+                self._await_turn(call)
+            try:
+                if responses.closed:
+                    raise responses.error()
+                if responses.suspect is not None:
+                    self._await_suspect(call)
+                if self._unsure:
+                    self._send_number()
+                if len(responses.pending) > _UNREAD_CALLS:
+                    responses.try_drain()
+                self._send(call, (method, args, kwargs, reply_rank, context))
+            finally:
+                self._send_lock.release()
+        except BaseException:
+            # An interrupt may have come after the lock was taken and before the inner block was entered.
+            release_if_owned(self._send_lock)
+            raise
         return call
 
     def _await_turn(self, call: PendingCall) -> None:
@@ -202,6 +207,7 @@ class RpcChannel:
         try:
             self.responses.wait(call)
         except BaseException:
+            release_if_owned(self.responses.lock)
             self.abandon(call)
             raise
         return call.outcome()

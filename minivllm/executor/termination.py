@@ -24,7 +24,8 @@ from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, parent_end
 from minivllm.utils.network_utils import Rendezvous
 from minivllm.utils.system_utils import explain_exit
 
-_HURRY_S = 0.5
+# Twice this is what a caller waits for its error when a start-up fails while another rank is stuck in a rendezvous.
+_HURRY_S = 0.2
 _LOOK_EVERY_S = 0.25
 
 

@@ -202,9 +202,11 @@ class _WorkerMain:
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         # Deviation from vLLM: the death pipe does not switch this off, so a worker that is busy can be ended politely.
-        if not self._ending:
-            self._ending = True
-            raise SystemExit(128 + signum)
+        if self._ending:
+            # The time for cleaning up is over.
+            os._exit(128 + signum)
+        self._ending = True
+        raise SystemExit(128 + signum)
 
     def _send_failed(self, ready_pipe: Connection, error: BaseException) -> None:
         described = describe_exception(error)
