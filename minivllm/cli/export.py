@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="URL",
         help="an OTLP endpoint, such as http://localhost:4318; with OTEL_EXPORTER_OTLP_PROTOCOL=grpc http://localhost:4317",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, refuse=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if file is not None
     ]
     if not wanted and not args.otlp:
-        raise ConfigError("say where to: --html, --perfetto, --jaeger-json, --otlp-json or --otlp")
+        args.refuse("say where to: --html, --perfetto, --jaeger-json, --otlp-json or --otlp")
     files = [file for file, _ in wanted]
     if len(set(files)) < len(files):
         raise ConfigError("two outputs cannot go to the same file")

@@ -156,8 +156,9 @@ class RunState:
             if span in stack:
                 stack.remove(span)
             if self.has_ended(span.process) and span.process.role != "worker":
-                # The writing ends of the death pipes die with their process.
+                # The writing ends of the death pipes die with their process, and so do its futures.
                 self._close_death_pipes()
+                self.futures.clear()
         elif step.note is not None and step.note.name == "failpoint":
             self.held[span.process] = (span, str(step.note.attributes.get("minivllm.action", "")))
         handler = _HANDLERS.get((span.name, "end" if step.ends else step.kind.name.lower()))

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from minivllm.exceptions import ConfigError
 from minivllm.timeline.messages import written_ns
-from minivllm.timeline.run import Run, step_label
+from minivllm.timeline.run import Run, found_nothing, step_label
 from minivllm.trace_store import Event, Process, Span, TraceStore
 from minivllm.tracing.catalogue import MESSAGE, SPANS
 
@@ -60,15 +60,7 @@ class Step:
 
 def has_failed(span: Span) -> bool:
     """Whether a span is an error that somebody should look at; a poll of a queue that found nothing is none."""
-    if not span.is_error:
-        return False
-    spec = SPANS.get(span.name)
-    if spec is None or spec.level < MESSAGE or span.unfinished:
-        return True
-    return str(span.attributes.get("error.type", "")).rpartition(".")[2] not in (
-        "TimeoutError",
-        "MessageQueueClosed",
-    )
+    return span.is_error and not found_nothing(span)
 
 
 class Walk:
