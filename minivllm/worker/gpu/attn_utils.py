@@ -14,7 +14,12 @@ from torch import Tensor
 
 from minivllm.config import VllmConfig
 from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from minivllm.model_executor.layers.attention import AttentionMetadata, PrefillMetadata, causal_mask
+from minivllm.model_executor.layers.attention import (
+    AttentionMetadata,
+    PrefillMetadata,
+    causal_mask,
+    page_indices,
+)
 from minivllm.model_executor.models.interfaces import CausalLM
 from minivllm.worker.gpu.block_table import BlockTables
 from minivllm.worker.gpu.input_batch import InputBatch
@@ -38,12 +43,12 @@ def init_kv_cache(
     """Allocate one tensor per layer and give it to the layer.
 
     Returns:
-        `[num_layers]` tensors of `[num_blocks, block_size, 2 * num_kv_heads, head_size]`.
+        `[num_layers]` tensors of `[num_blocks, 2 * num_kv_heads, block_size, head_size]`.
     """
     kv_caches = []
     for layer in model.attention_layers():
         spec = kv_cache_config.kv_cache_specs[layer.layer_name]
-        shape = (kv_cache_config.num_blocks, spec.block_size, 2 * spec.num_kv_heads, spec.head_size)
+        shape = (kv_cache_config.num_blocks, 2 * spec.num_kv_heads, spec.block_size, spec.head_size)
         # Zeros, not empty: masked entries are multiplied by zero, and whatever lay there before may be a NaN.
         kv_cache = torch.zeros(shape, dtype=dtype, device=device)
         layer.bind_kv_cache(kv_cache)
@@ -51,46 +56,73 @@ def init_kv_cache(
     return kv_caches
 
 
-def build_attn_metadata(
-    batch: InputBatch, block_tables: BlockTables, arange: Tensor, dtype: torch.dtype
-) -> AttentionMetadata:
-    """The batch as attention sees it.
+class AttentionMetadataBuilder:
+    """Makes the metadata of a batch.
 
     Args:
-        arange: `[at least the longest sequence, rounded up to a block]`.
+        num_kv_heads: of this rank.
         dtype: of queries, for masks.
     """
-    slot_mapping = block_tables.compute_slot_mappings(batch.token_slots, batch.positions)
-    if batch.num_tokens == batch.num_reqs:
-        num_decodes = batch.num_reqs
-    else:
+
+    def __init__(
+        self, max_model_len: int, block_size: int, num_kv_heads: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.dtype = dtype
+        self.device = device
+        self.head_index = torch.arange(2 * num_kv_heads, device=device).view(2, 1, num_kv_heads, 1)
+        self.zero = torch.zeros((), dtype=dtype, device=device)
+        self.minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=device)
+        # Masks cover whole blocks, of which the last may reach beyond the model's length.
+        self.arange = torch.arange(max_model_len + block_size, device=device)
+
+    def build(self, batch: InputBatch, block_tables: BlockTables) -> AttentionMetadata:
+        """The batch as attention sees it."""
+        metadata = AttentionMetadata(block_tables.compute_slot_mappings(batch.token_slots, batch.positions))
+        if batch.num_tokens == batch.num_reqs:
+            self._add_decodes(metadata, batch.idx_mapping, batch.seq_lens, batch.seq_lens_np, block_tables)
+            return metadata
         num_decodes = int(np.searchsorted(batch.num_scheduled_tokens, 2))
-    metadata = AttentionMetadata(slot_mapping, num_decodes)
-    if num_decodes:
-        lens = batch.seq_lens_np[:num_decodes]
-        longest = int(lens.max())
-        num_pages = -(-longest // block_tables.block_size)
-        idx_mapping, seq_lens = batch.idx_mapping, batch.seq_lens
-        if num_decodes < batch.num_reqs:
-            idx_mapping, seq_lens = idx_mapping[:num_decodes], seq_lens[:num_decodes]
-        metadata.decode_pages = block_tables.gather_block_tables(idx_mapping, num_pages).view(-1)
-        metadata.decode_len = longest
-        if int(lens.min()) < longest:
-            beyond = arange[:longest] >= seq_lens.view(-1, 1, 1, 1)
-            metadata.decode_mask = torch.zeros(beyond.shape, dtype=dtype, device=arange.device).masked_fill_(
-                beyond, float("-inf")
+        if num_decodes:
+            self._add_decodes(
+                metadata,
+                batch.idx_mapping[:num_decodes],
+                batch.seq_lens[:num_decodes],
+                batch.seq_lens_np[:num_decodes],
+                block_tables,
             )
-    for row in range(num_decodes, batch.num_reqs):
-        start, end = int(batch.query_start_loc_np[row]), int(batch.query_start_loc_np[row + 1])
-        seq_len = int(batch.seq_lens_np[row])
-        if seq_len == end - start:
-            metadata.prefills.append(PrefillMetadata(start, end))
-            continue
-        num_pages = -(-seq_len // block_tables.block_size)
-        pages = block_tables.table.gpu[int(batch.idx_mapping_np[row]), :num_pages]
-        mask = causal_mask(end - start, seq_len, dtype, arange.device)
-        metadata.prefills.append(PrefillMetadata(start, end, pages, seq_len, mask))
-    return metadata
+        for row in range(num_decodes, batch.num_reqs):
+            start, end = int(batch.query_start_loc_np[row]), int(batch.query_start_loc_np[row + 1])
+            seq_len = int(batch.seq_lens_np[row])
+            if seq_len == end - start:
+                metadata.prefills.append(PrefillMetadata(start, end))
+                continue
+            block_ids = block_tables.gather_block_tables(
+                batch.idx_mapping[row : row + 1], -(-seq_len // self.block_size)
+            )
+            pages = page_indices(block_ids, self.num_kv_heads, self.head_index)
+            mask = causal_mask(end - start, seq_len, self.dtype, self.device)
+            metadata.prefills.append(PrefillMetadata(start, end, pages, seq_len, mask))
+        return metadata
+
+    def _add_decodes(
+        self,
+        metadata: AttentionMetadata,
+        idx_mapping: Tensor,
+        seq_lens: Tensor,
+        seq_lens_np: np.ndarray,
+        block_tables: BlockTables,
+    ) -> None:
+        num_decodes = len(seq_lens_np)
+        num_blocks = -(-int(seq_lens_np.max()) // self.block_size)
+        block_ids = block_tables.gather_block_tables(idx_mapping, num_blocks)
+        metadata.num_decodes = num_decodes
+        metadata.decode_pages = page_indices(block_ids, self.num_kv_heads, self.head_index)
+        length = num_blocks * self.block_size
+        ends = seq_lens.view(-1, 1, 1, 1).expand(-1, self.num_kv_heads, -1, -1)
+        mask = torch.where(ends <= self.arange[:length], self.minus_infinity, self.zero)
+        metadata.decode_mask = mask.view(-1, 1, length)
 
 
 def build_dummy_attn_metadata(num_tokens: int, num_reqs: int, device: torch.device) -> AttentionMetadata:
@@ -100,4 +132,5 @@ def build_dummy_attn_metadata(num_tokens: int, num_reqs: int, device: torch.devi
     """
     bounds = np.linspace(0, num_tokens, num_reqs + 1).astype(int).tolist()
     prefills = [PrefillMetadata(start, end) for start, end in pairwise(bounds)]
-    return AttentionMetadata(torch.zeros(num_tokens, dtype=torch.int64, device=device), prefills=prefills)
+    null = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    return AttentionMetadata((null, null), prefills=prefills)

@@ -47,10 +47,9 @@ class BlockTables:
         """The first `num_blocks` entries of the given slots, `[n, num_blocks]`."""
         return self.table.gpu.narrow(1, 0, num_blocks).index_select(0, idx_mapping)
 
-    def compute_slot_mappings(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where the tokens' keys and values go: block * block_size + offset; all `[num_tokens]`."""
+    def compute_slot_mappings(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the tokens' keys and values go: block, and offset in the block; all `[num_tokens]`."""
         block_index = positions.div(self.block_size, rounding_mode="floor")
         entry = torch.add(block_index, slots, alpha=self.max_blocks)
-        # block * size + (position - index * size), with one multiplication.
-        block = self.table.flat.index_select(0, entry)
-        return block.sub_(block_index).mul_(self.block_size).add_(positions)
+        offsets = torch.sub(positions, block_index, alpha=self.block_size)
+        return self.table.flat.index_select(0, entry), offsets

@@ -11,23 +11,27 @@ from torch import Tensor
 
 from minivllm.config import VllmConfig
 from minivllm.model_executor.layers.attention import AttentionMetadata
-from minivllm.worker.gpu.attn_utils import build_attn_metadata
+from minivllm.worker.gpu.attn_utils import AttentionMetadataBuilder
 from minivllm.worker.gpu.block_table import BlockTables
 from minivllm.worker.gpu.input_batch import InputBatch
 from minivllm.worker.gpu.model_states.interface import ModelState
 
 
 class DefaultModelState(ModelState):
-    """Attributes:
-    arange: `[max_model_len]` 0, 1, 2 …
-    """
+    """Token ids and positions go in, one kind of attention for all layers."""
 
     def __init__(self, vllm_config: VllmConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(vllm_config, dtype, device)
-        self.arange = torch.arange(self.max_model_len, device=device)
+        super().__init__(vllm_config)
+        self.attn_metadata_builder = AttentionMetadataBuilder(
+            self.max_model_len,
+            vllm_config.cache_config.block_size,
+            self.model_config.get_num_kv_heads(vllm_config.parallel_config.tensor_parallel_size),
+            dtype,
+            device,
+        )
 
     def prepare_inputs(self, batch: InputBatch) -> dict[str, Tensor]:
         return {"input_ids": batch.input_ids, "positions": batch.positions}
 
     def prepare_attn(self, batch: InputBatch, block_tables: BlockTables) -> AttentionMetadata:
-        return build_attn_metadata(batch, block_tables, self.arange, self.dtype)
+        return self.attn_metadata_builder.build(batch, block_tables)

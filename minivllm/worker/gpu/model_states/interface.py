@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 from minivllm.config import VllmConfig
@@ -27,11 +26,10 @@ class ModelState(ABC):
 
     num_new_sampled_tokens_per_step = 1
 
-    def __init__(self, vllm_config: VllmConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         assert vllm_config.model_config is not None and vllm_config.model_config.max_model_len is not None
+        self.model_config = vllm_config.model_config
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.dtype = dtype
-        self.device = device
 
     @abstractmethod
     def prepare_inputs(self, batch: InputBatch) -> dict[str, Tensor]:
