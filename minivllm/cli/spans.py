@@ -1,4 +1,4 @@
-"""`minivllm spans`: the catalogue of lifecycle steps, as a table or as data.
+"""`minivllm spans`: the catalogue of lifecycle steps, as a table or as data, and what recorded runs show of it.
 
 vLLM 0.25.1: no counterpart
 Articles: part 1, part 2
@@ -29,6 +29,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--name", metavar="TEXT", help="only the steps whose name contains TEXT; shows every field"
     )
+    parser.add_argument(
+        "--coverage",
+        nargs="+",
+        metavar="DIR",
+        help="which steps these runs show, which they could not show and why, and which are missing (then exit code 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -36,6 +42,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     from minivllm.tracing.catalogue import SPANS
 
+    if args.coverage:
+        if args.name is not None:
+            from minivllm.exceptions import ConfigError
+
+            raise ConfigError("--coverage is about the whole catalogue; leave --name out")
+        from minivllm.cli import coverage
+
+        return coverage.run(args.coverage, args.json)
     specs = [spec for spec in SPANS.values() if args.name is None or args.name in spec.name]
     if not specs:
         from minivllm.exceptions import ConfigError

@@ -170,6 +170,7 @@ def _start_trace(vllm_config: VllmConfig) -> tracing.Span:
         world_size=parallel.world_size,
         backend=str(parallel.distributed_executor_backend),
         device=vllm_config.device,
+        trace_level=observability.trace_level,
         instance_id=vllm_config.instance_id,
     )
 
