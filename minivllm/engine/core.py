@@ -42,6 +42,7 @@ from minivllm.engine.core_process import (
     Ending,
     leave,
     make_socket,
+    make_socket_directory,
     monitor_client,
     say_goodbye,
     send_startup_message,
@@ -404,20 +405,20 @@ class EngineCoreProc(EngineCore):
             4. Whatever ends it, the client is told why before the workers are ended, as that may take seconds.
 
         Args:
-            address: where the client has bound its socket.
+            address: where this process binds its socket, and the client connects to.
             death_reader: EOF when the client is gone.
             status_page: its only line is where the client reads what this process is doing.
         """
         ending = Ending()
-        threading.Thread(
-            target=monitor_client,
-            args=(client_pid, death_reader, address),
-            name="minivllm-client-monitor",
-            daemon=True,
-        ).start()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, ending.on_signal)
         signal.signal(HURRY_SIGNAL, ending.on_signal)
+        threading.Thread(
+            target=monitor_client,
+            args=(client_pid, death_reader, address, ending),
+            name="minivllm-client-monitor",
+            daemon=True,
+        ).start()
         status_page.enter(0)
         set_process_title("EngineCore")
         decorate_logs("EngineCore")
@@ -431,7 +432,8 @@ class EngineCoreProc(EngineCore):
         exit_code = 0
         engine_core: EngineCoreProc | None = None
         try:
-            socket.connect(address)
+            make_socket_directory(address)
+            socket.bind(address)
             send_startup_message(socket, StartupMessage("hello"))
             engine_core = EngineCoreProc(vllm_config, executor_class, socket)
             send_startup_message(socket, StartupMessage("ready", ready=engine_core.limits))

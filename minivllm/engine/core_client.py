@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import os
 import pickle
+import secrets
 import sys
 import tempfile
 import threading
@@ -45,6 +46,7 @@ from minivllm.engine.core_process import (
 )
 from minivllm.engine.serial_utils import FunctionByValue, decode_exception, pickle_value
 from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError
+from minivllm.executor.leftovers import remove_leftovers
 from minivllm.executor.status_page import StatusPage
 from minivllm.utils.system_utils import (
     MAIN_GUARD_ERROR,
@@ -194,7 +196,9 @@ class BackgroundResources:
         self._lock = threading.RLock()
         self._closed = False
         self._pidfd = -1
-        self._address = f"ipc://{tempfile.mkdtemp(prefix='minivllm-engine-', dir=_socket_base())}/engine"
+        # EngineCore makes the directory: what a client left that is killed before then, nobody would remove.
+        name = f"minivllm-engine-{os.getpid()}-{secrets.token_hex(8)}"
+        self._address = f"ipc://{_socket_base()}/{name}/engine"
         self._context = zmq.Context()
         self.socket = make_socket(self._context)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -208,7 +212,7 @@ class BackgroundResources:
             name="EngineCore",
         )
         try:
-            self.socket.bind(self._address)
+            self.socket.connect(self._address)
             with tracing.span("engine_core.spawn", parent=trace_parent or None) as span:
                 # A Ctrl-C must not hit the child before it has said that it leaves SIGINT to its client.
                 with tracing.child_environment(parent=trace_parent or None), blocked_sigint():
@@ -254,6 +258,8 @@ class BackgroundResources:
             finally:
                 self._death_writer.close()
                 self.remove_socket_files()
+                if self.process.pid is not None and self.process.exitcode != 0:
+                    remove_leftovers(self.process.pid)
                 # The end of the process has woken whoever waited at the socket in another thread.
                 if self.socket_lock.acquire(timeout=_KILL_AFTER_S):
                     self.socket.close()

@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
@@ -26,23 +28,28 @@ from minivllm.exceptions import (
     WorkerStartupError,
     WorkerStartupTimeout,
 )
+from minivllm.executor.leftovers import remove_leftovers
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 # Errors of a start-up that the client raises again as what they are; the most special ones first.
 STARTUP_ERRORS = (ConfigError, WorkerStartupTimeout, WorkerStartupError)
 # The client sends it instead of SIGTERM when nobody waits for what the workers are at.
 HURRY_SIGNAL = signal.SIGUSR1
+_PARKING_S = 0.2
 
 
 def make_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     """One end of the channel between client and EngineCore.
 
-    Deviation from vLLM: one pair of sockets in both directions instead of two, as one client has one engine.
+    Deviation from vLLM: one pair of sockets in both directions instead of two, as one client has one engine, and
+    EngineCore binds. Their file is removed as soon as both are connected.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     # Neither side may ever block on a full queue: each could be waiting for the other.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+    # The client connects before EngineCore has bound.
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)
     return socket
 
 
@@ -57,12 +64,27 @@ class Ending:
     def __init__(self) -> None:
         self.begun = False
         self.hurried = False
+        self._parking = False
+        self._parked = threading.Event()
 
     def on_signal(self, signum: int, frame: Any) -> None:
+        if self._parking:
+            self._parked.set()
+            while True:
+                time.sleep(60)
         if not self.begun:
             self.begun = True
             self.hurried = signum == HURRY_SIGNAL
             raise SystemExit(128 + signal.SIGTERM)
+
+    def park_main_thread(self) -> None:
+        """Keep the main thread from doing anything more, for as long as the process lives; from another thread.
+
+        A call into C that it is in goes on, and is not waited for long.
+        """
+        self._parking = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        self._parked.wait(_PARKING_S)
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -76,7 +98,7 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def monitor_client(client_pid: int, death_reader: Connection, address: str) -> None:
+def monitor_client(client_pid: int, death_reader: Connection, address: str, ending: Ending) -> None:
     """Body of the thread that ends this process when the client is gone.
 
     At once and without a clean-up by the main thread, which may be inside a step or a start-up for long: the kernel
@@ -91,9 +113,19 @@ def monitor_client(client_pid: int, death_reader: Connection, address: str) -> N
             # An old kernel, or the client is gone already: then the pipe has to do.
             pass
     wait(watched)
-    remove_socket_directory(address)
-    tracing.save_before_death()
-    os._exit(1)
+    try:
+        # Before the main thread is stopped, which may be holding the recorder's lock.
+        tracing.save_before_death()
+        ending.park_main_thread()
+        remove_socket_directory(address)
+        remove_leftovers(os.getpid())
+    finally:
+        os._exit(1)
+
+
+def make_socket_directory(address: str) -> None:
+    """Make the private directory of an ipc:// address. Raises FileExistsError when somebody else has made it."""
+    os.mkdir(os.path.dirname(address.removeprefix("ipc://")), mode=0o700)
 
 
 def remove_socket_directory(address: str) -> None:
