@@ -23,7 +23,7 @@ class InputBuffers:
     Attributes:
         input_ids, positions: `[max_num_tokens]`.
         seq_lens: `[max_num_reqs]`.
-        arange: `[max(max_num_tokens, max_num_reqs)]` 0, 1, 2 …
+        arange: `[max(max_num_tokens, max_num_reqs)]` 0, 1, 2 …; arange_np: `[max_num_reqs + 1]`, on the CPU.
     """
 
     def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
@@ -32,6 +32,7 @@ class InputBuffers:
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
         self.arange = torch.arange(max(max_num_tokens, max_num_reqs), device=device)
+        self.arange_np = np.arange(max_num_reqs + 1)
 
 
 @dataclass(slots=True)
@@ -87,8 +88,9 @@ def make_input_batch(
     idx_mapping_np = np.fromiter(map(states.req_id_to_index.__getitem__, req_ids), np.int64, num_reqs)
     idx_mapping = async_copy_to_gpu(idx_mapping_np, device)
     seq_lens_np = states.num_computed_tokens_np[idx_mapping_np] + num_tokens_np
-    prefill_len_np = states.prefill_len.np[idx_mapping_np]
-    is_sampled_np = seq_lens_np >= prefill_len_np
+    # How far each request will be beyond its prefill: the smallest value tells whether anybody prefills at all.
+    beyond_prefill_np = seq_lens_np - states.prefill_len.np[idx_mapping_np]
+    least_beyond_prefill = int(beyond_prefill_np.min())
     input_ids = buffers.input_ids[:num_tokens]
     positions = buffers.positions[:num_tokens]
     seq_lens = buffers.seq_lens[:num_reqs]
@@ -96,7 +98,7 @@ def make_input_batch(
     logits_indices: Tensor | None
     if num_tokens == num_reqs:
         # One token each: rows are tokens.
-        query_start_loc_np = np.arange(num_reqs + 1)
+        query_start_loc_np = buffers.arange_np[: num_reqs + 1]
         token_slots, logits_indices = idx_mapping, None
         torch.index_select(num_computed, 0, idx_mapping, out=positions)
         torch.add(positions, 1, out=seq_lens)
@@ -110,7 +112,7 @@ def make_input_batch(
         torch.add(buffers.arange[:num_tokens], starts.index_select(0, row_of_token), out=positions)
         torch.add(starts, query_start_loc[1:], out=seq_lens)
         logits_indices = query_start_loc[1:] - 1
-    if (seq_lens_np > prefill_len_np).all():
+    if least_beyond_prefill > 0:
         # Nobody prefills: the inputs are the tokens sampled last, which the CPU need not know.
         torch.index_select(states.last_sampled_tokens, 0, token_slots, out=input_ids)
     else:
@@ -131,8 +133,8 @@ def make_input_batch(
         positions=positions,
         token_slots=token_slots,
         logits_indices=logits_indices,
-        is_sampled_np=is_sampled_np,
-        all_sampled=bool(is_sampled_np.all()),
+        is_sampled_np=beyond_prefill_np >= 0,
+        all_sampled=least_beyond_prefill >= 0,
     )
 
 
