@@ -35,8 +35,9 @@ class ModelRunnerOutput:
         req_ids: requests in the order of the batch.
         sampled_token_ids: per request the new tokens; empty while its prompt is only partly computed.
         logprobs: request id -> rows for its new tokens, only for requests that asked.
-        prompt_logprobs: request id -> rows for the prompt positions computed in this step (row i tells the
-            probability of prompt token i + 1 of that span; the first prompt token has none).
+        prompt_logprobs: request id -> rows for prompt positions (row i tells the probability of prompt token i + 1 of
+            that span; the first prompt token has none). Model Runner V2 sends all of a prompt's rows at once, in
+            the step that completes the prompt.
     """
 
     req_ids: list[str] = field(default_factory=list)
