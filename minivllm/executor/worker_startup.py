@@ -206,7 +206,8 @@ def _startup_failure(
     first = errors[0][1]
     if sys.version_info >= (3, 11):
         for _, other in errors[1:]:
-            first.add_note(f"also: {str(other).splitlines()[0]}")
+            if str(other) != str(first):
+                first.add_note(f"also: {str(other).splitlines()[0]}")
     return first
 
 
