@@ -78,7 +78,8 @@ def record(name: str) -> None:
 def anonymous(text: str, trace: str) -> str:
     """Without paths and names of this machine."""
     text = text.replace(f"{ROOT}/", "").replace(trace, "trace")
-    text = re.sub(rf'"{re.escape(sys.prefix)}[^"]*/(site-packages/[^"]*)"', r'"\1"', text)
+    library = re.escape(str(Path(os.__file__).parent))
+    text = re.sub(rf"(?:{library}|\.venv/lib/python[0-9.]+)/(?:site-packages/)?", "", text)
     return text.replace(f'"{socket.gethostname()}"', '"host"')
 
 
