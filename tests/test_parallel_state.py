@@ -207,6 +207,27 @@ def test_four_ranks_agree_with_gloo(four: SpawnedWorkers) -> None:
     four.call(leave)
 
 
+def limit_files(rank: int, worker: Any, limit: int) -> None:
+    """No file of this process may grow beyond `limit` bytes (-1: no limit); /dev/shm is then too small."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if limit < 0 else limit, hard))
+
+
+def test_without_shared_memory_gloo_does_it(four: SpawnedWorkers) -> None:
+    """The segment cannot be reserved: all ranks agree on gloo, and the reason is kept."""
+    four.call(limit_files, 1 << 20)
+    replies = four.call(join, 4, rendezvous())
+    assert replies[0]["transport"].startswith("gloo: /dev/shm/minivllm-")
+    assert replies[0]["transport"].endswith("cannot be reserved: File too large")
+    assert {r["transport"] for r in replies[1:]} == {"gloo: the ranks share no memory"}
+    four.call(count_reduces, 20)
+    assert segments_of([r["pid"] for r in replies]) == []
+    four.call(leave)
+    four.call(limit_files, -1)
+
+
 def test_two_ranks_stress_then_death(two: SpawnedWorkers) -> None:
     """A killed peer is named within a fraction of a second, and leaves nothing behind."""
     pids = [r["pid"] for r in two.call(join, 2, rendezvous())]

@@ -18,6 +18,7 @@ rank. Collective number n uses bank n % 2:
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import secrets
@@ -44,6 +45,7 @@ _LONGEST_SLEEP_S: Final = 0.0005
 _LOOK_FOR_DEATH_S: Final = 0.02
 _MAX_CACHED_VIEWS: Final = 256
 
+logger = logging.getLogger(__name__)
 _fence_lock = threading.Lock()
 
 
@@ -163,7 +165,11 @@ class CpuCommunicator:
         if segment is not None and self.rank_in_group == 0:
             segment.unlink()
         if not attached.item():
-            return None, error or "gloo: the ranks share no memory"
+            if error:
+                logger.warning(
+                    "collectives of group %s go through gloo, ten times slower: %s", self.unique_name, error
+                )
+            return None, f"gloo: {error or 'the ranks share no memory'}"
         assert segment is not None
         self._base = torch.frombuffer(segment.memory, dtype=torch.uint8)
         for word in self._peer_words:
