@@ -233,9 +233,7 @@ def init_distributed_environment(
     with tracing.span(
         "dist.rendezvous", method=distributed_init_method.partition(":")[0], rank=rank, world_size=world_size
     ) as s:
-        store, rank, world_size = next(
-            rendezvous(distributed_init_method, rank, world_size, timeout=timeout)
-        )
+        store, rank, world_size = next(rendezvous(distributed_init_method, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
         # TCPStore makes clients wait for its server only. This makes each rank wait for all, and says so in the span.
         store.set(f"arrived/{rank}", str(os.getpid()))
