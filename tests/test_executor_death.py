@@ -191,21 +191,23 @@ def test_E1_L16_orphans_end(method: str, doing: str) -> None:
     """Obligation 6: SIGKILL of the parent ends all workers within a second, idle, computing in Python, or inside a
     call that never gives up the GIL."""
     command = [sys.executable, str(TESTS / "executor_helpers.py"), *([doing] if doing else [])]
-    env = {**os.environ, "MINIVLLM_WORKER_MULTIPROC_METHOD": method}
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    assert parent.stdout is not None
-    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()[1:]]
-    assert len(workers) == 2
-    time.sleep(0.3)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    limit_s = 1.5 if doing == "hold_gil" else 1.0
-    took = wait_until(lambda: all(map(is_gone, workers)), limit_s, f"{workers} outlive their parent")
-    print(f"gone after {took:.2f} s")
-    assert not {name for name in segments() if name.split("-")[1] == str(parent.pid)}
-    if doing != "hold_gil":  # then nobody is left who could
-        assert not list(Path(tempfile.gettempdir()).glob(f"minivllm-rendezvous-{parent.pid}-*"))
+    with tempfile.TemporaryDirectory() as directory:
+        env = {**os.environ, "MINIVLLM_WORKER_MULTIPROC_METHOD": method, "TMPDIR": directory}
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        assert parent.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()[1:]]
+        assert len(workers) == 2
+        time.sleep(0.3)
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        limit_s = 1.5 if doing == "hold_gil" else 1.0
+        took = wait_until(lambda: all(map(is_gone, workers)), limit_s, f"{workers} outlive their parent")
+        print(f"gone after {took:.2f} s")
+        assert not {name for name in segments() if name.split("-")[1] == str(parent.pid)}
+        # A fork server whose parent is killed leaves its own socket; workers that cannot run can remove nothing.
+        if doing != "hold_gil":
+            assert not list(Path(directory).glob("minivllm-*"))
 
 
 # --- shutting down ------------------------------------------------------------------------------------------------
