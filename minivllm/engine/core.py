@@ -351,7 +351,7 @@ class EngineCoreProc(EngineCore):
         try:
             request = self.preprocess_add_request(self._request_decoder.decode(payload))
             self.add_request(request)
-        except (msgspec.ValidationError, ValueError) as e:
+        except (msgspec.MsgspecError, ValueError) as e:
             self._send(
                 EngineCoreOutputs(
                     [
@@ -455,5 +455,8 @@ class EngineCoreProc(EngineCore):
 
 def _request_id(payload: memoryview) -> str:
     """The id of a request that cannot be decoded as a whole, so that its sender can be told."""
-    fields = msgspec.msgpack.decode(payload)
+    try:
+        fields = msgspec.msgpack.decode(payload)
+    except msgspec.DecodeError:
+        return ""
     return fields[0] if isinstance(fields, list) and fields and isinstance(fields[0], str) else ""

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 OnProgress = Callable[[str], None]
 _PROGRESS_INTERVAL_MS = 100
+_LAST_WORDS_MS = 50
 _KILL_AFTER_S = 2.0
 
 
@@ -328,6 +329,7 @@ class SyncMPClient(EngineCoreClient):
         deadline = time.monotonic() + self._startup_timeout_s + 10
         shown = ""
         ranks: list[str] = []
+        said_hello = False
         resources.waiting = True
         while True:
             ready = dict(resources.poller.poll(_PROGRESS_INTERVAL_MS))
@@ -336,9 +338,13 @@ class SyncMPClient(EngineCoreClient):
                 if now and now != shown:
                     shown = now
                     on_progress(now)
-            if resources.socket in ready:
-                message = msgspec.msgpack.decode(resources.socket.recv(), type=StartupMessage)
+            # The last words may still be on their way when the process has gone.
+            if resources.socket in ready or (ready and resources.socket.poll(_LAST_WORDS_MS)):
+                data = resources.socket.recv()
+                self._raise_if_last_words(data)
+                message = msgspec.msgpack.decode(data, type=StartupMessage)
                 if message.kind == "hello":
+                    said_hello = True
                     resources.remove_socket_files()
                 elif message.kind == "progress":
                     ranks = message.rank_steps
@@ -349,7 +355,7 @@ class SyncMPClient(EngineCoreClient):
                     resources.waiting = False
                     return message.ready
             elif ready:
-                raise self._startup_death()
+                raise self._startup_death(said_hello)
             elif time.monotonic() > deadline:
                 steps = " > ".join(resources.open_steps()) or "nothing yet"
                 self._fail(
@@ -368,12 +374,17 @@ class SyncMPClient(EngineCoreClient):
         steps = self.resources.open_steps()
         return f"EngineCore: {steps[-1]}" if steps else ""
 
-    def _startup_death(self) -> Exception:
+    def _startup_death(self, said_hello: bool) -> Exception:
         text = self.resources.describe_death()
         self._fail(text)
         if self.resources.process.exitcode == MAIN_GUARD_EXIT_CODE:
             return ConfigError(MAIN_GUARD_ERROR)
-        return EngineDeadError(f"{text} during start-up")
+        if said_hello:
+            return EngineDeadError(f"{text} during start-up")
+        return EngineDeadError(
+            f"{text} before its first instruction: it could not import the main module or what its arguments "
+            "need; its own message stands on stderr"
+        )
 
     # --- requests
 
@@ -440,21 +451,23 @@ class SyncMPClient(EngineCoreClient):
         self._raise_if_dead()
         resources.waiting = True
         ready = resources.poller.poll()
-        # The last words may still be on their way when the process has gone.
-        if ready[0][0] is not resources.socket and not resources.socket.poll(50):
+        if ready[0][0] is not resources.socket and not resources.socket.poll(_LAST_WORDS_MS):
             self._fail(resources.describe_death())
             self._raise_if_dead()
         data = resources.socket.recv()
         resources.waiting = False
-        if data.startswith(ENGINE_CORE_DEAD):
-            self._fail(data.removeprefix(ENGINE_CORE_DEAD).decode())
-            self._raise_if_dead()
+        self._raise_if_last_words(data)
         message = self._decoder.decode(data)
         if message.outputs:
             self._outputs.append(message.outputs)
         answer = message.utility_output
         if answer is not None and answer.call_id in self._pending_calls:
             self._utility_results[answer.call_id] = answer.failed, answer.result
+
+    def _raise_if_last_words(self, data: bytes) -> None:
+        if data.startswith(ENGINE_CORE_DEAD):
+            self._fail(data.removeprefix(ENGINE_CORE_DEAD).decode())
+            self._raise_if_dead()
 
     def _fail(self, cause: str) -> None:
         self.resources.failure = self.resources.failure or cause

@@ -66,7 +66,9 @@ class LLMEngine:
         return bool(self.output_processor.request_states)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for the next outputs of EngineCore; returns the requests that ended with them."""
+        """Wait for the next outputs of EngineCore; returns the requests that ended with them, at once when none runs."""
+        if not self.has_unfinished_requests():
+            return []
         finished, to_abort = self.output_processor.process_outputs(self.engine_core.get_output())
         if to_abort:
             self.engine_core.abort_requests(to_abort)

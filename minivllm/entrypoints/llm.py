@@ -160,7 +160,9 @@ def _shutdown(engine: LLMEngine, run: tracing.Span) -> None:
 
 def _start_trace(vllm_config: VllmConfig) -> tracing.Span:
     observability = vllm_config.observability_config
-    tracing.configure("client", trace_dir=observability.trace_dir, level=observability.trace_level)
+    # An engine without a trace must not end the recording of another one in this process.
+    if observability.trace_level != "off" or tracing.level == tracing.OFF:
+        tracing.configure("client", trace_dir=observability.trace_dir, level=observability.trace_level)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return tracing.start_span(
         "run",
