@@ -20,25 +20,28 @@ from minivllm.trace_store import Process
 from minivllm.tracing.spec import LEVEL_NAMES, LIFECYCLE, MESSAGE
 
 HELP = """\
-One step is one recorded event: a span begins or ends, or notes something. The picture shows what everything is in
-right after it. "it will take" looks ahead: the trace knows how long each span was going to last.
+n, right, space   next step              p, left    previous step
+page down, up     ten steps on, back     g, G       first, last step
+r, R              next, previous step of this (the marked) process
+0 … 9             next step of the worker with this rank
+e, c              next step of EngineCore, of the client
+o                 over: from the begin of a span to its end, and back
+u                 up: to the begin of the span around this one
+f, F              next, previous failure or failpoint
+/                 search names, processes, attributes, errors
+                  (an empty text repeats the last search)
+t                 go to a time (1.5s, 300ms) or by some (+20ms, -1s)
+l                 all steps, only rpc and lifecycle, only lifecycle
+enter             everything about this step: attributes, traceback, queues
+q                 quit
 
-  n, right, space   next step              p, left       previous step
-  page down, up     ten steps on, back     g, G          first, last step
-  r, R              next, previous step of this process (the marked one)
-  0 … 9             next step of the worker with this rank
-  e, c              next step of EngineCore, of the client
-  o                 over: from the begin of a span to its end; from its end back to its begin
-  u                 up: to the begin of the span around this one
-  f, F              next, previous failure or failpoint
-  /                 search in names, processes, attributes and errors; an empty text repeats the last search
-  t                 go to a time (1.5s, 300ms) or, with + or -, by so much
-  l                 level: show all steps, only rpc and lifecycle, or only lifecycle
-  enter             everything about this step: all attributes, traceback, whole queues
-  q                 quit
+One step is one recorded event: a span begins, ends or notes something.
+The picture shows the state right after it. "It will take" looks ahead:
+the trace knows how long each span was going to last.
 
-Rings: one letter per slot. . never written   w being written   W written, unread   r read by some   o read by all.
-Flags such as 1 01: the written flag, then one flag for each reader.
+Rings have one letter per slot: . never written, w being written,
+W written and unread, r read by some, o read by all.
+Flags such as 1 01: the written flag, then one for each reader.
 Processes: {marks}
 """
 

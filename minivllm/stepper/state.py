@@ -79,6 +79,7 @@ class RunState:
         futures: rpc.call spans whose FutureWrapper is queued, the oldest first.
         requests: open requests.
         ready: ranks whose READY the executor has read.
+        ending: workers that have begun to shut down.
         held: processes in which a failpoint acts: the span it was set on, and its text.
     """
 
@@ -93,6 +94,7 @@ class RunState:
     futures: list[Span] = field(default_factory=list)
     requests: list[Span] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
+    ending: set[Process] = field(default_factory=set)
     held: dict[Process, tuple[Span, str]] = field(default_factory=dict)
 
     @classmethod
@@ -116,6 +118,7 @@ class RunState:
             list(self.futures),
             list(self.requests),
             set(self.ready),
+            set(self.ending),
             dict(self.held),
         )
 
@@ -211,6 +214,10 @@ def _make_worker(state: RunState, step: Step) -> None:
         state.pipes[rank] = Pipes()
 
 
+def _begin_ending(state: RunState, step: Step) -> None:
+    state.ending.add(step.span.process)
+
+
 def _exit(state: RunState, step: Step) -> None:
     child = state.facts.child(step.span)
     if child is None:
@@ -303,6 +310,7 @@ _HANDLERS: dict[tuple[str, str], Callable[[RunState, Step], None]] = {
     ("engine_core.spawn", "begin"): _spawn,
     ("executor.make_worker_process", "begin"): _make_worker,
     ("worker.process", "end"): _exit,
+    ("worker.shutdown", "begin"): _begin_ending,
     ("worker.monitor_death_pipe", "end"): _watch_death_pipe,
     ("worker.send_ready", "end"): _send_ready,
     ("executor.wait_for_ready", "note"): _read_ready,

@@ -88,7 +88,7 @@ class Words:
         since = innermost.start_ns
         if innermost.name == "worker.bootstrap":
             return Status("starting", "starting: interpreter and imports", since)
-        if "worker.shutdown" in names:
+        if innermost.process in state.ending:
             return Status("ending", f"ending: {innermost.name}", since)
         late = self._meetings.missing(innermost, state.time_ns)
         if late:
