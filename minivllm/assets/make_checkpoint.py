@@ -62,7 +62,7 @@ knows nothing else. Much of its training text it knows by heart.
 | | |
 |---|---|
 | text | the Python {python} language reference as shipped in `pydoc_data.topics`: {sections} sections, {characters:,} characters after cleaning; {held_out_sections} sections held out |
-| tokenizer | byte-level BPE trained on the same text; `<|endoftext|>` ends a text |
+| tokenizer | byte-level BPE trained on the same text, held-out sections included; `<|endoftext|>` ends a text |
 | steps | {steps} of 2048 tokens, {epochs:.0f} times through the {train_tokens:,} training tokens, in {minutes:.0f} processor minutes |
 | optimizer | AdamW, learning rate {learning_rate:g} with {warmup_steps} warm-up steps and cosine decay, weight decay {weight_decay:g}, {corruption:.0%} of the input tokens replaced by random ones, float32 |
 | machine | {machine}, {threads} thread(s), torch {torch} |
