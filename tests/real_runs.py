@@ -1,6 +1,6 @@
 """Small real runs, recorded once per test session: LLM with two counting workers, at level message.
 
-python tests/real_runs.py DIR [LEVEL]      records one
+python tests/real_runs.py DIR [LEVEL [PP]]      records one
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LIMIT_S = 120
 
 
 @functools.cache
-def recorded(failpoints: str = "", level: str = "message") -> Path:
-    """The trace directory of a run; removed with the session's temporary directory.
+def recorded(failpoints: str = "", level: str = "message", pp: int = 1) -> Path:
+    """The trace directory of a run of `pp` pipeline stages with two workers each; gone with the session's temporary files.
 
     The run may fail, as a failpoint may want it to.
     """
@@ -26,7 +26,7 @@ def recorded(failpoints: str = "", level: str = "message") -> Path:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MINIVLLM_T", "MINIVLLM_F", "OTEL_"))}
     env |= {"MINIVLLM_FAILPOINTS": failpoints, "PYTHONPATH": str(TESTS)}
     done = subprocess.run(
-        [sys.executable, str(TESTS / "real_runs.py"), str(directory), level],
+        [sys.executable, str(TESTS / "real_runs.py"), str(directory), level, str(pp)],
         env=env,
         capture_output=True,
         text=True,
@@ -37,13 +37,14 @@ def recorded(failpoints: str = "", level: str = "message") -> Path:
     return directory
 
 
-def main(directory: str, level: str = "message") -> None:
+def main(directory: str, level: str = "message", pp: str = "1") -> None:
     from minivllm import LLM, SamplingParams
 
     with LLM(
         worker_cls="counting_worker.CountingWorker",
         distributed_executor_backend="mp",
         tensor_parallel_size=2,
+        pipeline_parallel_size=int(pp),
         device="cpu",
         max_model_len=200,
         trace=directory,

@@ -40,7 +40,9 @@ def left_panel(screen: Screen, state: RunState, index: int, columns: int, rows: 
     current = screen.walk[index].span.process
     processes = screen.walk.store.processes()
     queues = _queue_lines(screen, state, columns)
-    pipes = [Text.assemble((f"{name}: ", _FAINT), text) for name, text in screen.words.pipes(state).items()]
+    pipes = [
+        Text.assemble((f"{name}: ", _FAINT), text) for name, text in screen.words.pipe_groups(state).items()
+    ]
     has_news = any(p.ready != "closed" or p.death == "EOF" for p in state.pipes.values())
     below = [*pipes, *queues] if has_news else [*queues, *pipes]
     # As much about each process as fits, and some room for the queues.
@@ -93,8 +95,11 @@ def _queue_lines(screen: Screen, state: RunState, columns: int) -> list[Text]:
     if not state.facts.channels:
         return [Text("queues: not recorded; --trace-level message does", _FAINT)]
     lines: list[Text] = []
-    for queue, slots in state.rings.items():
-        strip = Text.assemble((f"{queue} ", "bold"), "".join(_letter(slot) for slot in slots))
+    broadcast = state.facts.channels.broadcast
+    width = max((len(queue) for queue in state.rings), default=0)
+    for queue in sorted(state.rings, key=lambda queue: (queue != broadcast, queue)):
+        slots = state.rings[queue]
+        strip = Text.assemble((f"{queue:{width}} ", "bold"), "".join(_letter(slot) for slot in slots))
         lines.append(strip)
         for number, slot in enumerate(slots):
             if slot.writing or not slot.is_free:

@@ -176,6 +176,13 @@ class Words:
                 lines[f"pipes of rank {rank}"] = f"ready {pipes.ready}, death {pipes.death}"
         return lines
 
+    def pipe_groups(self, state: RunState) -> dict[str, str]:
+        """The same with ranks together whose pipes are in the same state."""
+        groups: dict[str, list[int]] = {}
+        for name, text in self.pipes(state).items():
+            groups.setdefault(text, []).append(int(name.rpartition(" ")[2]))
+        return {f"pipes of {words.ranks(ranks)}": text for text, ranks in groups.items()}
+
     def message(self, slot: Slot) -> str:
         if slot.message is None:
             return ""

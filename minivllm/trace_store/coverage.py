@@ -88,6 +88,11 @@ def cover(stores: Sequence[TraceStore], names: Sequence[str]) -> Report:
     return report
 
 
+def conditions(store: TraceStore) -> dict[str, str]:
+    """What the catalogue's conditions come to in a run: condition -> why it did not hold, "" if it did."""
+    return {when: judge() for when, judge in _RunFacts(store).conditions.items()}
+
+
 class _RunFacts:
     """What one run was like, as far as it decides which steps it could show."""
 
@@ -115,7 +120,7 @@ class _RunFacts:
         }
         self.worker_classes = {str(span.get("worker_cls")) for span in store.spans("worker.init_worker")}
         self.failure = store.first_failure()
-        self._conditions: dict[str, Callable[[], str]] = {
+        self.conditions: dict[str, Callable[[], str]] = {
             "multiprocess executor": self._one_process,
             "EngineCore in a process of its own": self._engine_inside,
             "start method fork": self._no_fork,
@@ -133,8 +138,8 @@ class _RunFacts:
             "pipeline parallel": lambda: "" if self.pp > 1 else "pipeline parallel size 1",
             "structured output": lambda: "no request had a grammar",
             "speculative decoding": lambda: "no speculative decoding",
-            "execute_dummy_batch is called": lambda: "execute_dummy_batch was not called",
-            "check_health is called": lambda: "check_health was not called",
+            "execute_dummy_batch is called": lambda: "executor.execute_dummy_batch was not called",
+            "check_health is called": lambda: "executor.check_health was not called",
             "a worker dies": lambda: "" if self._a_worker_died() else "no worker died",
             "the executor fails": lambda: "" if self._a_worker_died() else "no executor failed",
             "a method raises on a worker": self._nothing_raised,
@@ -152,7 +157,7 @@ class _RunFacts:
         if spec.level > self.level and (self.level_is_said or self.failure is None):
             return f"recorded at level {LEVEL_NAMES[self.level]}"
         if spec.when:
-            reason = self._conditions[spec.when]()
+            reason = self.conditions[spec.when]()
             if reason:
                 return reason
         if not self.has_engine and _belongs_to_engine(spec.name):
