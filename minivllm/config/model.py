@@ -19,6 +19,7 @@ from minivllm.exceptions import ConfigError
 BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "assets" / "tiny-qwen3"
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 _DTYPES = ("float32", "bfloat16", "float16")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
 @dataclass(slots=True)
@@ -31,6 +32,10 @@ class ModelConfig:
         max_model_len: prompt plus output, in tokens (None: what the checkpoint allows).
         seed: seed of everything random on a rank that no request seeds itself.
         device: "cpu" or "cuda"; resolved before this object is made.
+        logits_processors: classes (or "module:Class") that change logits before a token is chosen; V1 only.
+        logprobs_mode: what log-probabilities report: "raw_logprobs" as the model gave them, "processed_logprobs" after
+            all that sampling does to them, "raw_logits" and "processed_logits" without the logarithm; all but the
+            first are V1 only.
     """
 
     model: str | None = None
@@ -39,6 +44,8 @@ class ModelConfig:
     seed: int = 0
     device: str = "cpu"
     enforce_eager: bool = False
+    logits_processors: list[str | type] | None = None
+    logprobs_mode: str = "raw_logprobs"
     hf_config: dict[str, Any] = field(default_factory=dict)
 
     # Filled from config.json.
@@ -63,6 +70,10 @@ class ModelConfig:
     is_attention_free: bool = False
 
     def __post_init__(self) -> None:
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(
+                f"logprobs_mode={self.logprobs_mode!r} is not supported; use {', '.join(LOGPROBS_MODES)}"
+            )
         if self.model is None:
             self.model = str(BUNDLED_CHECKPOINT)
         path = Path(self.model)

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from minivllm import envs
 from minivllm.config.cache import CacheConfig
 from minivllm.config.model import ModelConfig
+from minivllm.config.model_runner_decision import (
+    RunnerConfigError,
+    RunnerDecision,
+    decide_model_runner,
+    warn_once,
+)
 from minivllm.config.observability import ObservabilityConfig
 from minivllm.config.parallel import ParallelConfig
 from minivllm.config.scheduler import SchedulerConfig
@@ -25,6 +30,7 @@ class VllmConfig:
         model_config: None only for executors whose worker class brings no model (tests, walkthroughs).
         device: "cpu" or "cuda".
         instance_id: short random text that ties the processes of one run together.
+        model_runner_decision: V1 or V2, and why.
     """
 
     model_config: ModelConfig | None = None
@@ -34,6 +40,9 @@ class VllmConfig:
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     device: str = "cpu"
     instance_id: str = ""
+    # Deviation from vLLM: decided once, where the configuration is made, and sent to all processes with it. There,
+    # each process asks its own environment, and ranks on two hosts may end up with different runners.
+    model_runner_decision: RunnerDecision = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -55,16 +64,16 @@ class VllmConfig:
             import uuid
 
             self.instance_id = uuid.uuid4().hex[:8]
+        self.model_runner_decision = decide_model_runner(self)
+        if self.model_runner_decision.error:
+            raise RunnerConfigError(self.model_runner_decision)
+        if self.model_runner_decision.warning:
+            warn_once(self.model_runner_decision.warning)
 
     @property
     def use_v2_model_runner(self) -> bool:
-        """Whether workers build Model Runner V2 (the only runner so far)."""
-        forced = envs.MINIVLLM_USE_V2_MODEL_RUNNER
-        if forced is False:
-            raise ConfigError(
-                "MINIVLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 model runner, which does not exist yet; unset it"
-            )
-        return True
+        """Whether workers build Model Runner V2; decide_model_runner knows why."""
+        return self.model_runner_decision.use_v2
 
     @property
     def max_concurrent_batches(self) -> int:

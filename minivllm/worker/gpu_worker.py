@@ -11,7 +11,7 @@ import functools
 import gc
 import random
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ from minivllm.exceptions import ConfigError
 from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from minivllm.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from minivllm.platforms import Platform, get_platform
-from minivllm.worker.gpu.model_runner import GPUModelRunner
-from minivllm.worker.gpu.warmup import warm_up
 from minivllm.worker.worker_base import WorkerBase
+
+if TYPE_CHECKING:
+    from minivllm.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from minivllm.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
 F = TypeVar("F", bound=Callable[..., Any])
 # A CPU measures no memory; a forward pass of this many tokens finds what would fail.
@@ -66,10 +68,11 @@ class Worker(WorkerBase):
             raise ConfigError("pipeline_parallel_size above 1 is not supported yet")
         self.platform: Platform = get_platform(vllm_config.device)
         self.init_snapshot = (0, 0)
-        self._runner: GPUModelRunner | None = None
+        self._runner: GPUModelRunnerV1 | GPUModelRunnerV2 | None = None
+        self._warm_up: Callable[[], list[str]]
 
     @property
-    def model_runner(self) -> GPUModelRunner:
+    def model_runner(self) -> GPUModelRunnerV1 | GPUModelRunnerV2:
         if self._runner is None:
             raise RuntimeError(
                 "the worker has no model runner: init_device has not run, or the worker is shut down"
@@ -105,13 +108,35 @@ class Worker(WorkerBase):
                 self.init_snapshot = free, total = self.platform.get_memory_info()
                 s.set(free_bytes=free, total_bytes=total)
             with tracing.span("runner.select") as s:
-                use_v2 = self.vllm_config.use_v2_model_runner
+                decision = self.vllm_config.model_runner_decision
                 s.set(
-                    runner="V2" if use_v2 else "V1",
-                    forced=str(envs.MINIVLLM_USE_V2_MODEL_RUNNER),
+                    {
+                        f"minivllm.stage.{stage.name}": f"{stage.answer}: {stage.why}"
+                        for stage in decision.stages
+                    },
+                    runner="V2" if decision.use_v2 else "V1",
+                    decided_by=decision.decided_by.name,
                     architecture=model_config.architecture,
                 )
-            self._runner = GPUModelRunner(self.vllm_config, self.device)
+            self._init_model_runner(decision.use_v2)
+
+    # --8<-- [start:init_model_runner]
+    def _init_model_runner(self, use_v2: bool) -> None:
+        """The one place where V1 and V2 part ways; only the one that is used is imported."""
+        assert self.device is not None
+        if use_v2:
+            from minivllm.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+            from minivllm.worker.gpu.warmup import warm_up
+
+            runner = GPUModelRunnerV2(self.vllm_config, self.device)
+            self._runner, self._warm_up = runner, functools.partial(warm_up, runner)
+        else:
+            from minivllm.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
+
+            self._runner = runner_v1 = GPUModelRunnerV1(self.vllm_config, self.device)
+            self._warm_up = runner_v1.warm_up
+
+    # --8<-- [end:init_model_runner]
 
     @_abort_peers_on_error
     @tracing.instrument("worker.load_model")
@@ -166,7 +191,7 @@ class Worker(WorkerBase):
     @_abort_peers_on_error
     def compile_or_warm_up_model(self) -> None:
         with tracing.span("runner.warm_up") as s:
-            s.set(steps=", ".join(warm_up(self.model_runner)))
+            s.set(steps=", ".join(self._warm_up()))
         self.model_runner.capture_model()
         # Warm-up drew from torch's generator; a run must not depend on how much was warmed up.
         assert self.model_config is not None

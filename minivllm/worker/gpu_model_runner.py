@@ -1,0 +1,580 @@
+"""The V1 model runner: the old way, in one class, to be read beside Model Runner V2.
+
+vLLM 0.25.1: vllm/v1/worker/gpu_model_runner.py (GPUModelRunner)
+Articles: part 1 §5, §6, §7
+
+It gives the same tokens as V2 and is called in the same way. What is different is where things are: here, the batch is a
+set of rows that persists and has to be kept dense and in order (gpu_input_batch.py), inputs are put together on the CPU
+and copied, sampled tokens come back to the CPU before the next step can be prepared, and whatever any feature needs is
+in the middle of this class. vLLM's has 7,689 lines, since what is done here for one kind of model and one device it does
+for all. Each method says what V2 does instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm import tracing
+from minivllm.config import VllmConfig
+from minivllm.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from minivllm.distributed.parallel_state import get_pp_group
+from minivllm.forward_context import set_forward_context
+from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from minivllm.model_executor.layers.attention import (
+    AttentionMetadata,
+    PrefillMetadata,
+    causal_mask,
+    page_indices,
+)
+from minivllm.model_executor.model_loader import get_model_loader
+from minivllm.model_executor.model_loader.default_loader import DTYPES
+from minivllm.model_executor.models.interfaces import CausalLM
+from minivllm.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
+from minivllm.platforms import get_platform
+from minivllm.sample.logits_processor import build_logitsprocs
+from minivllm.tracing.spans import NULL as NO_SPAN
+from minivllm.worker.block_table import NULL_BLOCK
+from minivllm.worker.gpu.attn_utils import build_dummy_attn_metadata, get_kv_cache_spec, init_kv_cache
+from minivllm.worker.gpu.sample.gumbel import gumbel_sample
+from minivllm.worker.gpu.sample.min_p import apply_min_p
+from minivllm.worker.gpu.sample.output import LogprobsTensors
+from minivllm.worker.gpu.sample.states import derive_seed
+from minivllm.worker.gpu.sample.top_k_top_p import apply_top_k_top_p
+from minivllm.worker.gpu.shutdown import free_before_shutdown
+from minivllm.worker.gpu_input_batch import BatchMoves, CachedRequestState, CpuGpuBuffer, InputBatch
+
+# Positions whose logits are computed at once for prompt log-probabilities.
+_PROMPT_CHUNK = 256
+
+
+class ExecuteModelState(NamedTuple):
+    """What sample_tokens needs of the execute_model before it. The batch itself is not in here: it is the runner's one
+    and only, so that nothing may touch it in between. V2's batch is an object of its own."""
+
+    scheduler_output: SchedulerOutput
+    hidden_states: Tensor
+    logits: Tensor
+    seq_lens: Tensor
+
+
+class GPUModelRunner:
+    """The runner of one rank; the methods are those of V2's.
+
+    Attributes:
+        requests: all requests that are neither finished nor preempted, also those without a row at the moment.
+        input_batch: the rows of this step.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        model_config, scheduler_config = vllm_config.model_config, vllm_config.scheduler_config
+        assert model_config is not None and model_config.max_model_len is not None
+        self.vllm_config = vllm_config
+        self.model_config = model_config
+        self.device = device
+        self.platform = get_platform(device.type)
+        self.dtype = DTYPES[model_config.dtype]
+        self.max_model_len = model_config.max_model_len
+        self.max_num_tokens = scheduler_config.max_num_batched_tokens
+        self.max_num_reqs = scheduler_config.max_num_seqs
+        self.block_size = vllm_config.cache_config.block_size
+        self.vocab_size = model_config.vocab_size
+        self.is_last_pp_rank = get_pp_group().is_last_rank
+        with tracing.span(
+            "runner.init", max_num_reqs=self.max_num_reqs, max_num_tokens=self.max_num_tokens
+        ) as s:
+            self.requests: dict[str, CachedRequestState] = {}
+            self.input_batch = InputBatch(
+                self.max_num_reqs, self.max_model_len, self.vocab_size, self.block_size, device
+            )
+            self.input_ids = CpuGpuBuffer(self.max_num_tokens, torch.int64, device)
+            self.positions = CpuGpuBuffer(self.max_num_tokens, torch.int64, device)
+            self.slot_blocks = CpuGpuBuffer(self.max_num_tokens, torch.int64, device)
+            self.slot_offsets = CpuGpuBuffer(self.max_num_tokens, torch.int64, device)
+            self.seq_lens = CpuGpuBuffer(self.max_num_reqs, torch.int64, device)
+            self.query_start_loc = np.zeros(self.max_num_reqs + 1, dtype=np.int64)
+            s.set(
+                max_model_len=self.max_model_len,
+                input_batch=f"{self.max_num_reqs} rows of {self.max_model_len + 1} tokens",
+            )
+        self.model: CausalLM | None = None
+        self.kv_caches: list[Tensor] = []
+        self.execute_model_state: ExecuteModelState | None = None
+
+    # --- start-up
+
+    def load_model(self) -> None:
+        """Build the model with this rank's weights.
+
+        V2 then asks a ModelState what this kind of model wants otherwise. Here there is nobody to ask: in vLLM's V1,
+        flags of the model (uses_mrope, is_encoder_decoder …) are looked at all over the class.
+        """
+        self.model = get_model_loader().load_model(self.vllm_config, self.device)
+        with tracing.span("runner.init_model_state", is_last_pp_rank=self.is_last_pp_rank) as s:
+            self.logitsprocs = build_logitsprocs(self.vllm_config, self.device)
+            num_kv_heads = self.model_config.get_num_kv_heads(
+                self.vllm_config.parallel_config.tensor_parallel_size
+            )
+            self.num_kv_heads = num_kv_heads
+            self.head_index = torch.arange(2 * num_kv_heads, device=self.device).view(2, 1, num_kv_heads, 1)
+            self.grammar_bits = torch.arange(32, dtype=torch.int32, device=self.device)
+            s.set(
+                model_state="none: V1 has no such part",
+                sampler="part of the runner",
+                logits_processors=str([type(p).__name__ for p in self.logitsprocs]),
+            )
+
+    def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
+        """Layer name → spec, for the layers of this rank."""
+        return get_kv_cache_spec(self.vllm_config, self._model)
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache."""
+        with tracing.span("runner.initialize_kv_cache", num_blocks=kv_cache_config.num_blocks) as s:
+            self.kv_caches = init_kv_cache(kv_cache_config, self._model, self.dtype, self.device)
+            s.set(
+                layers=len(self.kv_caches),
+                bytes=kv_cache_config.total_bytes,
+                shape=str(list(self.kv_caches[0].shape)),
+                block_tables=f"part of the batch: {self.max_num_reqs} x {self.input_batch.block_table.max_blocks}",
+                attention="torch scaled_dot_product_attention over gathered pages",
+            )
+
+    @torch.inference_mode()
+    def profile_run(self, num_tokens: int) -> None:
+        """Forward and sampling of a dummy batch: the most memory that a step of `num_tokens` can need."""
+        num_reqs = min(self.max_num_reqs, num_tokens)
+        with tracing.span("runner.profile_run", num_tokens=num_tokens, num_reqs=num_reqs):
+            hidden_states = self._dummy_run(num_tokens, num_reqs)
+            logits = self._model.compute_logits(hidden_states[:num_reqs])
+            logits.softmax(dim=-1).sort(dim=-1)
+            self.platform.synchronize()
+
+    @torch.inference_mode()
+    def execute_dummy_batch(self) -> None:
+        """A forward pass of one token for nobody, so that ranks elsewhere find their peers in the collectives."""
+        self._dummy_run(num_tokens=1, num_reqs=1)
+
+    def _dummy_run(self, num_tokens: int, num_reqs: int) -> Tensor:
+        self.input_ids.np[:num_tokens] = 0
+        self.positions.np[:num_tokens] = np.arange(num_tokens) % self.max_model_len
+        metadata = build_dummy_attn_metadata(num_tokens, num_reqs, self.device)
+        with set_forward_context(metadata):
+            hidden_states: Tensor = self._model(
+                input_ids=self.input_ids.copy_to_gpu(num_tokens),
+                positions=self.positions.copy_to_gpu(num_tokens),
+            )
+        return hidden_states
+
+    @torch.inference_mode()
+    def warm_up(self) -> list[str]:
+        """Dummy forward passes and one dummy sampling.
+
+        V2 sends real requests through its real step (worker/gpu/warmup.py). V1 has a second way through the model for
+        dummies, which must be kept like the first.
+
+        Returns:
+            What was run, in words.
+        """
+        num_reqs = min(2, self.max_num_reqs)
+        num_tokens = max(num_reqs, min(32, self.max_num_tokens))
+        hidden_states = self._dummy_run(num_tokens, num_reqs)
+        metadata = AttentionMetadata((self.slot_blocks.gpu[:num_reqs] * 0, self.slot_offsets.gpu[:num_reqs]))
+        block_ids = torch.full((num_reqs, 1), NULL_BLOCK, dtype=torch.int64, device=self.device)
+        self._add_decodes(metadata, block_ids, np.ones(num_reqs, dtype=np.int64))
+        with set_forward_context(metadata):
+            self._model(input_ids=self.input_ids.gpu[:num_reqs], positions=self.positions.gpu[:num_reqs])
+        logits = self._model.compute_logits(hidden_states[:num_reqs])
+        each = torch.ones(num_reqs, device=self.device)
+        apply_min_p(logits, each * 0.01)
+        apply_top_k_top_p(logits, (each * 5).to(torch.int32), each * 0.9, min(5, self.vocab_size))
+        gumbel_sample(logits, each, each.to(torch.int64), each.to(torch.int64))
+        return ["dummy prefill", "dummy decode", "dummy sampling"]
+
+    def capture_model(self) -> None:
+        """Nothing is captured.
+
+        Deviation from vLLM: V1 has CUDA graphs there. Here only V2 has them, since one way to capture is enough to read.
+        """
+        reason = "a CPU has no graphs" if self.device.type == "cpu" else "the V1 runner executes eagerly here"
+        with tracing.span(
+            "runner.capture_model", skipped=True, reason=reason, mode="NONE", sizes="[]", bytes=0
+        ):
+            pass
+
+    # --- a step: states
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> BatchMoves:
+        """Bring requests and rows up to date with what is scheduled.
+
+        V2 (update_states) removes and adds slots, and that is all: order and density are nobody's concern there.
+        """
+        batch = self.input_batch
+        batch.moves = BatchMoves()
+        # Finished first: an id may be used again in the very same step.
+        for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+            # vLLM's V1 keeps a preempted request and is later sent what is new about it. This scheduler speaks as to
+            # V2: the request comes back as a new one, with its output as part of what is to be computed.
+            self.requests.pop(req_id, None)
+            batch.remove_request(req_id)
+        scheduled = scheduler_output.num_scheduled_tokens
+        # A request that runs but is not scheduled in this step may not keep its row: rows are the batch. In V2 its
+        # slot is just not named.
+        for req_id in batch.req_id_to_index.keys() - scheduled.keys():
+            batch.remove_request(req_id)
+
+        to_add: list[CachedRequestState] = []
+        for new in scheduler_output.scheduled_new_reqs:
+            self.requests[new.req_id] = state = self._make_request_state(new)
+            to_add.append(state)
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, num_computed_tokens, block_ids in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            state = self.requests[req_id]
+            state.num_computed_tokens = num_computed_tokens
+            state.block_ids.extend(block_ids or ())
+            row = batch.req_id_to_index.get(req_id)
+            if row is None:
+                to_add.append(state)
+                continue
+            batch.num_computed_tokens_cpu[row] = num_computed_tokens
+            if block_ids is not None:
+                batch.block_table.append_row(block_ids, row)
+        for state in to_add:
+            stop = [*self.model_config.eos_token_ids, *(state.sampling_params.stop_token_ids or ())]
+            batch.add_request(state, list(dict.fromkeys(stop)))
+        if batch.num_reqs != len(scheduled):
+            raise RuntimeError(f"scheduled are requests {list(scheduled)}, known are {batch.req_ids}")
+
+        batch.condense()
+        batch.reorder(scheduled)
+        update = batch.refresh_metadata()
+        for processor in self.logitsprocs:
+            processor.update_state(update)
+        return batch.moves
+
+    def _make_request_state(self, new: NewRequestData) -> CachedRequestState:
+        params, num_prompt_tokens = new.sampling_params, len(new.prompt_token_ids)
+        output_token_ids = new.prefill_token_ids[num_prompt_tokens:]
+        return CachedRequestState(
+            req_id=new.req_id,
+            prompt_token_ids=new.prompt_token_ids,
+            sampling_params=params,
+            seed=derive_seed(self.model_config.seed, new.req_id) if params.seed is None else params.seed,
+            block_ids=list(new.block_ids),
+            num_computed_tokens=new.num_computed_tokens,
+            output_token_ids=output_token_ids,
+            # A request that has output had its prompt's before it was preempted.
+            prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],
+        )
+
+    # --- a step: inputs
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> AttentionMetadata:
+        """Put the model's inputs together on the CPU and copy them to the device.
+
+        In order to do that the CPU must know every token, the one sampled last included: so sample_tokens has waited
+        for it, and the device was idle from then until now. In V2 (make_input_batch) the device puts the inputs
+        together from what it knows itself, and the CPU can be a step ahead.
+        """
+        batch = self.input_batch
+        num_reqs = batch.num_reqs
+        num_scheduled = np.fromiter(
+            map(scheduler_output.num_scheduled_tokens.__getitem__, batch.req_ids), np.int64, num_reqs
+        )
+        starts = self.query_start_loc[: num_reqs + 1]
+        np.cumsum(num_scheduled, out=starts[1:])
+        num_tokens = int(starts[-1])
+        rows = np.repeat(np.arange(num_reqs), num_scheduled)
+        num_computed = batch.num_computed_tokens_cpu[:num_reqs]
+        positions = self.positions.np[:num_tokens]
+        np.add(np.arange(num_tokens), (num_computed - starts[:-1])[rows], out=positions)
+        self.input_ids.np[:num_tokens] = batch.token_ids_cpu[rows, positions]
+        blocks, offsets = batch.block_table.compute_slot_mapping(rows, positions)
+        self.slot_blocks.np[:num_tokens], self.slot_offsets.np[:num_tokens] = blocks, offsets
+        seq_lens = self.seq_lens.np[:num_reqs]
+        np.add(num_computed, num_scheduled, out=seq_lens)
+        batch.block_table.commit(num_reqs)
+
+        metadata = AttentionMetadata(
+            (self.slot_blocks.copy_to_gpu(num_tokens), self.slot_offsets.copy_to_gpu(num_tokens))
+        )
+        num_decodes = int(np.count_nonzero(num_scheduled == 1))
+        assert (num_scheduled[:num_decodes] == 1).all(), (
+            "reorder has brought rows with one token to the front"
+        )
+        table = batch.block_table.gpu
+        if num_decodes:
+            num_blocks = -(-int(seq_lens[:num_decodes].max()) // self.block_size)
+            self._add_decodes(metadata, table[:num_decodes, :num_blocks], seq_lens[:num_decodes])
+        for row in range(num_decodes, num_reqs):
+            start, end, seq_len = int(starts[row]), int(starts[row + 1]), int(seq_lens[row])
+            if seq_len == end - start:
+                metadata.prefills.append(PrefillMetadata(start, end))
+                continue
+            block_ids = table[row : row + 1, : -(-seq_len // self.block_size)]
+            pages = page_indices(block_ids, self.num_kv_heads, self.head_index)
+            mask = causal_mask(end - start, seq_len, self.dtype, self.device)
+            metadata.prefills.append(PrefillMetadata(start, end, pages, seq_len, mask))
+        return metadata
+
+    def _add_decodes(self, metadata: AttentionMetadata, block_ids: Tensor, seq_lens: np.ndarray) -> None:
+        num_decodes, num_blocks = block_ids.shape
+        length = num_blocks * self.block_size
+        metadata.num_decodes = num_decodes
+        metadata.decode_pages = page_indices(block_ids, self.num_kv_heads, self.head_index)
+        beyond = np.arange(length) >= np.repeat(seq_lens, self.num_kv_heads)[:, None]
+        mask = np.where(beyond, np.float32("-inf"), np.float32(0))
+        metadata.decode_mask = torch.from_numpy(mask).unsqueeze(1).to(self.device, self.dtype)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the model on the scheduled tokens.
+
+        Returns:
+            None: sample_tokens comes next. An empty output: there was nothing to compute.
+        """
+        with tracing.span("runner.execute_model") if tracing.active else NO_SPAN as step:
+            with tracing.span("runner.update_states") if tracing.active else NO_SPAN as s:
+                moves = self._update_states(scheduler_output)
+                if tracing.active:
+                    s.set(
+                        new=len(scheduler_output.scheduled_new_reqs),
+                        cached=scheduler_output.scheduled_cached_reqs.num_reqs,
+                        finished=len(scheduler_output.finished_req_ids),
+                        preempted=len(scheduler_output.preempted_req_ids),
+                        rows_filled=moves.filled,
+                        rows_condensed=moves.condensed,
+                        rows_swapped=moves.swapped,
+                    )
+            if not scheduler_output.num_scheduled_tokens:
+                return ModelRunnerOutput()
+            with tracing.span("runner.prepare_inputs") if tracing.active else NO_SPAN as s:
+                metadata = self._prepare_inputs(scheduler_output)
+                num_tokens = scheduler_output.total_num_scheduled_tokens
+                input_ids = self.input_ids.copy_to_gpu(num_tokens)
+                positions = self.positions.copy_to_gpu(num_tokens)
+                if tracing.active:
+                    req_ids = self.input_batch.req_ids
+                    counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in req_ids]
+                    s.set(req_ids=str(req_ids), num_tokens_per_req=str(counts))
+            with (
+                tracing.span("model.forward", graph="none: eager") if tracing.active else NO_SPAN,
+                set_forward_context(metadata),
+            ):
+                hidden_states = self._model(input_ids=input_ids, positions=positions)
+            num_reqs = self.input_batch.num_reqs
+            last_tokens = torch.from_numpy(self.query_start_loc[1 : num_reqs + 1] - 1).to(self.device)
+            logits = self._model.compute_logits(hidden_states.index_select(0, last_tokens))
+            self.execute_model_state = ExecuteModelState(
+                scheduler_output, hidden_states, logits, self.seq_lens.copy_to_gpu(num_reqs)
+            )
+            if tracing.active:
+                step.set(num_reqs=num_reqs, num_tokens=num_tokens, decodes=metadata.num_decodes)
+        return None
+
+    # --- a step: tokens
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | None:
+        """Choose the tokens of the step that execute_model has run, wait for them, and write them down.
+
+        Returns:
+            The tokens; None when no step waits for this (its execute_model failed).
+        """
+        if self.execute_model_state is None:
+            return None
+        state = self.execute_model_state
+        self.execute_model_state = None
+        with tracing.span("runner.sample_tokens") if tracing.active else NO_SPAN as step:
+            if grammar_output is not None:
+                self._apply_grammar_bitmask(state.logits, grammar_output)
+            sampled, logprobs = self._sample(state.logits, state.seq_lens)
+            prompt_logprobs = self._get_prompt_logprobs_dict(state.hidden_states, state.scheduler_output)
+            with tracing.span("runner.postprocess") if tracing.active else NO_SPAN:
+                output = self._bookkeeping_sync(sampled, logprobs, prompt_logprobs)
+            if tracing.active:
+                step.set(num_reqs=len(output.req_ids), sampled=sum(map(len, output.sampled_token_ids)))
+        return output
+
+    def _apply_grammar_bitmask(self, logits: Tensor, grammar_output: GrammarOutput) -> None:
+        """Set the logits of forbidden tokens to -inf, in place. V2: StructuredOutputsWorker."""
+        ids = grammar_output.structured_output_request_ids
+        with tracing.span("runner.apply_grammar", requests=len(ids)) as s:
+            rows = torch.tensor([self.input_batch.req_id_to_index[req_id] for req_id in ids]).to(self.device)
+            mask = torch.from_numpy(grammar_output.grammar_bitmask).to(self.device)
+            allowed = ((mask.unsqueeze(-1) >> self.grammar_bits) & 1).flatten(1)[:, : self.vocab_size].bool()
+            logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+            if tracing.active:
+                s.set(allowed=int(allowed.sum()))
+
+    def _sample(self, logits: Tensor, seq_lens: Tensor) -> tuple[Tensor, LogprobsTensors | None]:
+        """A token for each row, `[num_reqs]`, and the log-probabilities of all rows if any row asks.
+
+        V2 (worker/gpu/sample/sampler.py) looks at one word of flags per slot and then touches the rows that use a
+        feature. Here a feature that one row uses is applied to all, most with values that change nothing.
+        """
+        batch = self.input_batch
+        metadata, mode = batch.sampling_metadata, self.model_config.logprobs_mode
+        raw = logits.clone() if metadata.max_num_logprobs is not None and mode.startswith("raw") else logits
+        for row, bias in batch.logit_bias.items():
+            if bias:
+                logits[row, list(bias)] += torch.tensor(list(bias.values()), device=self.device)
+        for row, (min_tokens, stop) in batch.min_tokens.items():
+            if len(metadata.output_token_ids[row]) < min_tokens:
+                logits[row, stop] = float("-inf")
+        for processor in self.logitsprocs:
+            if not processor.is_argmax_invariant():
+                logits = processor.apply(logits)
+        if metadata.prompt_mask is not None:
+            self._apply_penalties(logits)
+        for row, words in batch.bad_words_token_ids.items():
+            output = metadata.output_token_ids[row]
+            for *prefix, last in words:
+                if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
+                    logits[row, last] = float("-inf")
+        if metadata.temperature is None:
+            sampled = logits.argmax(dim=-1)
+        else:
+            temperature, seeds = metadata.temperature, metadata.seeds
+            assert seeds is not None
+            logits.div_(torch.where(temperature > 0, temperature, 1).view(-1, 1))
+            for processor in self.logitsprocs:
+                if processor.is_argmax_invariant():
+                    logits = processor.apply(logits)
+            if metadata.min_p is not None:
+                apply_min_p(logits, metadata.min_p)
+            apply_top_k_top_p(logits, metadata.top_k, metadata.top_p, metadata.max_top_k)
+            noisy = logits if raw is not logits or metadata.max_num_logprobs is None else logits.clone()
+            sampled = gumbel_sample(noisy, temperature, seeds, seq_lens)
+        if metadata.max_num_logprobs is None:
+            return sampled, None
+        return sampled, self._gather_logprobs(
+            raw if mode.startswith("raw") else logits, metadata.max_num_logprobs, sampled
+        )
+
+    def _apply_penalties(self, logits: Tensor) -> None:
+        """Penalise what each row has seen, in place.
+
+        V2 (PenaltiesState) keeps the counts on the device and adds one token per step. Here the outputs live on the CPU
+        as lists, and the counts are made from them anew in each step.
+        """
+        metadata = self.input_batch.sampling_metadata
+        repetition, presence = metadata.repetition_penalties, metadata.presence_penalties
+        frequency, in_prompt = metadata.frequency_penalties, metadata.prompt_mask
+        assert repetition is not None and presence is not None
+        assert frequency is not None and in_prompt is not None
+        counts_np = np.stack(
+            [
+                np.bincount(np.array(output, dtype=np.int64), minlength=self.vocab_size)
+                for output in metadata.output_token_ids
+            ]
+        )
+        counts = torch.from_numpy(counts_np.astype(np.int32)).to(self.device)
+        in_output = counts > 0
+        factor = torch.where(logits > 0, 1 / repetition, repetition)
+        logits.copy_(torch.where(in_prompt | in_output, logits * factor, logits))
+        logits -= counts * frequency
+        logits -= in_output * presence
+
+    def _gather_logprobs(self, logits: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """The given tokens' values and those of the `num_logprobs` most likely, `[n, num_logprobs + 1]`."""
+        wants_logits = self.model_config.logprobs_mode.endswith("logits")
+        values = logits.float() if wants_logits else logits.log_softmax(dim=-1, dtype=torch.float32)
+        chosen = token_ids.view(-1, 1)
+        chosen_values = values.gather(1, chosen)
+        ranks = (values >= chosen_values).sum(dim=-1)
+        top_values, top_ids = values.topk(min(num_logprobs, values.shape[-1]), dim=-1)
+        return LogprobsTensors(
+            torch.cat((chosen, top_ids), dim=1), torch.cat((chosen_values, top_values), dim=1), ranks
+        )
+
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: Tensor, scheduler_output: SchedulerOutput
+    ) -> dict[str, LogprobsLists]:
+        """Request → all rows of its prompt, for those whose prompt ends in this step. V2: PromptLogprobsWorker."""
+        done: dict[str, LogprobsLists] = {}
+        for row, req_id in enumerate(self.input_batch.req_ids):
+            request = self.requests[req_id]
+            chunks, wanted = request.prompt_logprobs, request.sampling_params.prompt_logprobs
+            if chunks is None or wanted is None:
+                continue
+            num_tokens = scheduler_output.num_scheduled_tokens[req_id]
+            first, position = int(self.query_start_loc[row]), request.num_computed_tokens
+            # The last token of the prompt predicts the first of the output.
+            count = min(num_tokens, len(request.prompt_token_ids) - 1 - position)
+            for start in range(0, count, _PROMPT_CHUNK):
+                end = min(start + _PROMPT_CHUNK, count)
+                targets = request.prompt_token_ids[position + 1 + start : position + 1 + end]
+                logits = self._model.compute_logits(hidden_states[first + start : first + end])
+                token_ids = torch.tensor(targets, dtype=torch.int64).to(self.device)
+                chunks.append(self._gather_logprobs(logits, wanted, token_ids))
+            if position + num_tokens >= len(request.prompt_token_ids):
+                request.prompt_logprobs = None
+                if chunks:
+                    done[req_id] = LogprobsLists(
+                        [ids for chunk in chunks for ids in chunk.token_ids.tolist()],
+                        [values for chunk in chunks for values in chunk.logprobs.tolist()],
+                        [rank for chunk in chunks for rank in chunk.ranks.tolist()],
+                    )
+        return done
+
+    # --8<-- [start:bookkeeping]
+    def _bookkeeping_sync(
+        self,
+        sampled: Tensor,
+        logprobs: LogprobsTensors | None,
+        prompt_logprobs: dict[str, LogprobsLists],
+    ) -> ModelRunnerOutput:
+        """Wait for the tokens and write them into row and request.
+
+        V2 (post_update) writes them where the next step needs them, on the device, and hands out a copy that is still
+        on its way (AsyncOutput).
+        """
+        batch = self.input_batch
+        # Here the CPU stands still until the device has finished the step.
+        token_ids: list[int] = sampled.tolist()
+        req_ids, num_reqs = batch.req_ids, batch.num_reqs
+        # A row whose prompt is not done yet got a token that means nothing.
+        is_sampled = (self.seq_lens.np[:num_reqs] >= batch.num_tokens[:num_reqs]).tolist()
+        output = ModelRunnerOutput(req_ids, prompt_logprobs=prompt_logprobs)
+        for row, (req_id, token_id) in enumerate(zip(req_ids, token_ids, strict=True)):
+            if not is_sampled[row]:
+                output.sampled_token_ids.append([])
+                continue
+            output.sampled_token_ids.append([token_id])
+            batch.token_ids_cpu[row, batch.num_tokens[row]] = token_id
+            batch.num_tokens[row] += 1
+            self.requests[req_id].output_token_ids.append(token_id)
+        # --8<-- [end:bookkeeping]
+        if logprobs is not None:
+            on_cpu = logprobs.map(Tensor.cpu)
+            for req_id, wanted in batch.num_logprobs.items():
+                row = batch.req_id_to_index[req_id]
+                if is_sampled[row]:
+                    one = on_cpu.row(row, wanted)
+                    output.logprobs[req_id] = LogprobsLists(
+                        one.token_ids.tolist(), one.logprobs.tolist(), one.ranks.tolist()
+                    )
+        return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """None: nothing is speculated."""
+        return None
+
+    def shutdown(self) -> None:
+        """Drop cache and model, so that an engine in the caller's process leaves no memory behind."""
+        self.platform.synchronize()
+        self.execute_model_state = None
+        free_before_shutdown(self.model, self.kv_caches)
+        self.model = None
+        self.platform.empty_cache()
+
+    @property
+    def _model(self) -> CausalLM:
+        assert self.model is not None, "load_model comes first"
+        return self.model
