@@ -20,7 +20,7 @@ from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.config import BUNDLED_CHECKPOINT
 from minivllm.trace_store import TraceStore
 
-MAX_TOKENS = 20
+MAX_TOKENS = 16
 NUM_PROMPTS = 40
 # A smaller distance between the two most likely tokens could be turned by another order of summation.
 SAFE_GAP = 1e-3
@@ -222,7 +222,9 @@ def check_logprobs(output: RequestOutput, reference: Reference, index: int) -> N
     ):
         assert position is not None
         assert position[token_id].logprob == pytest.approx(float(row[token_id]), abs=1e-4)
-        assert position[token_id].rank == int((row > row[token_id]).sum()) + 1
+        rank = position[token_id].rank
+        assert rank is not None
+        assert int((row > row[token_id] + 1e-4).sum()) < rank <= int((row >= row[token_id] - 1e-4).sum())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
