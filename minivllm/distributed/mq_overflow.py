@@ -132,7 +132,8 @@ class OverflowWriter:
             return
         if lap - self._last_lap > _IDLE_LAPS:
             self._retire()
-        self._collect(lap * self._ring.max_chunks)
+        # The number of the last message that was written: the slot of the next one is not known to be free.
+        self._collect(lap * self._ring.max_chunks - 1)
 
     @property
     def allocated_bytes(self) -> int:

@@ -91,7 +91,15 @@ class _Endpoint:
         self.poller = zmq.Poller()
         self.poller.register(self.socket, zmq.POLLIN)
         self.poller.register(self._wake_read, zmq.POLLIN)
-        self.close = weakref.finalize(self, _close, self.socket, context, (self._wake_read, self._wake_write))
+        self._sockets = [self.socket]
+        self.close = weakref.finalize(self, _close, self._sockets, context, (self._wake_read, self._wake_write))
+
+    def watch_connection(self) -> Any:
+        """A socket that becomes readable when the connection is lost."""
+        monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._sockets.append(monitor)
+        self.poller.register(monitor, zmq.POLLIN)
+        return monitor
 
     def wait(self, deadline: float | None, look_s: float) -> None:
         """Until something has come, `wake` was called, or it is time to look around."""
@@ -115,8 +123,9 @@ class _Endpoint:
             os.write(self._wake_write, b"\0")
 
 
-def _close(sock: Any, context: Any, descriptors: tuple[int, int]) -> None:
-    sock.close(linger=_LINGER_MS)
+def _close(sockets: list[Any], context: Any, descriptors: tuple[int, int]) -> None:
+    for sock in sockets:
+        sock.close(linger=_LINGER_MS)
     context.term()
     for descriptor in descriptors:
         os.close(descriptor)
@@ -270,8 +279,7 @@ class RemoteReader:
         sock = self._end.socket
         if ipv6:
             sock.setsockopt(zmq.IPV6, 1)
-        self._monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._end.poller.register(self._monitor, zmq.POLLIN)
+        self._monitor = self._end.watch_connection()
         sock.connect(address)
         self._nonce = secrets.token_bytes(16)
         packed = struct.pack("<i", rank)
@@ -336,6 +344,4 @@ class RemoteReader:
         self._end.wake()
 
     def close(self) -> None:
-        self._end.socket.disable_monitor()
-        self._monitor.close(linger=0)
         self._end.close()
