@@ -374,8 +374,11 @@ def test_L3_done_tells_the_truth_without_result() -> None:
         assert not future.done()
         time.sleep(0.4)
         assert future.done() and future.result(0) == [5, 5]
-        failing = executor.collective_rpc("fail_on", args=(1,), non_block=True, unique_reply_rank=0)
+        late = executor.collective_rpc("sleep", args=(0.4,), non_block=True, timeout=0.1)
         time.sleep(0.2)
+        assert late.done() and isinstance(late.exception(), TimeoutError)
+        failing = executor.collective_rpc("fail_on", args=(1,), non_block=True, unique_reply_rank=0)
+        time.sleep(0.5)
         assert failing.done() and isinstance(failing.exception(), RemoteError)
 
 

@@ -87,7 +87,7 @@ class Responses:
 
     def error(self) -> ExecutorFailedError:
         """What a call gets after `close`; a new object each time, since each is raised with its own traceback."""
-        return ExecutorFailedError(self.closed)
+        return ExecutorFailedError(self.closed or "the executor is being shut down")
 
     def expect(self, call: PendingCall) -> None:
         """Enter a call before it is sent: its response may be there before the sending has returned."""
@@ -328,6 +328,8 @@ class Responses:
             try:
                 for rank in self.ranks:
                     self._drain(rank)
+            except MessageQueueClosed:
+                pass  # whoever waits or sends next finds out
             finally:
                 self.lock.release()
 
@@ -370,9 +372,11 @@ class Responses:
             while not call.done and (oldest := self._oldest()) is not None:
                 for rank in self.ranks:
                     self._drain(rank)
-                if oldest.error is None and (oldest.incomplete() or self.behind(oldest.sequence)):
+                if oldest.error is not None or not (oldest.incomplete() or self.behind(oldest.sequence)):
+                    self._complete(oldest, _monotonic())
+                self._expire(oldest, None)
+                if not oldest.done:
                     break
-                self._complete(oldest, _monotonic())
                 finished.append(oldest)
         except MessageQueueClosed:
             pass

@@ -115,6 +115,8 @@ class RpcChannel:
                 self._send(call, (method, args, kwargs, reply_rank, context))
             finally:
                 self._send_lock.release()
+        except MessageQueueClosed:
+            raise responses.error() from None
         except BaseException:
             # An interrupt may have come after the lock was taken and before the inner block was entered.
             release_if_owned(self._send_lock)
@@ -143,7 +145,7 @@ class RpcChannel:
             self._broadcast_mq.enqueue((number, *request), remaining)
         except MessageQueueClosed:
             responses.not_sent(call)
-            raise responses.error() from None
+            raise
         except Exception as error:
             # Neither a pickling error nor a full ring leaves anything in the ring: the number is free again.
             responses.not_sent(call)

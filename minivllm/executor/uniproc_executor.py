@@ -50,7 +50,7 @@ class UniProcExecutor(Executor):
         self._closed = False
         rendezvous = Rendezvous()
         self.driver_worker = WorkerWrapperBase(rpc_rank=0)
-        self._finalizer = weakref.finalize(self, _shut_down, self.driver_worker, rendezvous)
+        self._finalizer = weakref.finalize(self, _shut_down, self.driver_worker, rendezvous, os.getpid())
         try:
             self.driver_worker.init_worker(
                 [
@@ -154,7 +154,9 @@ def _finish(output: Any, as_list: bool, aggregator: KVOutputAggregator | None) -
     return [output] if as_list else output
 
 
-def _shut_down(worker: WorkerWrapperBase, rendezvous: Rendezvous) -> None:
+def _shut_down(worker: WorkerWrapperBase, rendezvous: Rendezvous, owner_pid: int) -> None:
+    if os.getpid() != owner_pid:
+        return  # a forked child that exits
     with tracing.span("worker.shutdown", rank=0):
         worker.shutdown()
     rendezvous.remove()

@@ -7,6 +7,7 @@ Articles: part 1 §3, §4, part 2 §2.4
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -261,16 +262,23 @@ class WorkerProc:
             get_platform(self.vllm_config.device).bind_device(
                 worker.local_rank, parallel_config.local_world_size
             )
-        while (item := self._output_queue.get()) is not None:
-            number, output, context = item
-            try:
-                self.enqueue_output(number, output, context)
-            except MessageQueueClosed:
-                return
-            except Exception as error:
-                described = describe_exception(error)
-                self.worker_response_mq.enqueue((number, OUTPUT_FAILURE, tuple(described)))
-            del item, output
+        try:
+            while (item := self._output_queue.get()) is not None:
+                number, output, context = item
+                try:
+                    self.enqueue_output(number, output, context)
+                except MessageQueueClosed:
+                    return
+                except Exception as error:
+                    described = describe_exception(error)
+                    self.worker_response_mq.enqueue((number, OUTPUT_FAILURE, tuple(described)))
+                del item, output
+        except MessageQueueClosed:
+            return
+        except BaseException:
+            # Without this thread the worker looks healthy and answers nothing.
+            logger.exception("the output thread of rank %d has failed", self.rank)
+            os._exit(1)
 
     # --- the end -----------------------------------------------------------------------------------------------
 
