@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from minivllm.cli import common
+from minivllm.cli import common, explain_runner
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,10 +24,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--env", action="store_true", help="list every MINIVLLM_* variable with its default")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    explain_runner.add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.explain_runner:
+        return explain_runner.run(args)
     from minivllm.cli.doctor_checks import Status, all_checks
 
     findings = all_checks(clean=args.clean)

@@ -58,6 +58,8 @@ class EngineArgs:
     seed: int = 0
     device: str = "auto"
     enforce_eager: bool = False
+    logits_processors: list[str | type] | None = None
+    logprobs_mode: str = "raw_logprobs"
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -98,6 +100,8 @@ class EngineArgs:
                 seed=self.seed,
                 device=device,
                 enforce_eager=self.enforce_eager,
+                logits_processors=self.logits_processors,
+                logprobs_mode=self.logprobs_mode,
             ),
             cache_config=CacheConfig(
                 block_size=self.block_size,
