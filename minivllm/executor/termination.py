@@ -25,7 +25,7 @@ from minivllm.utils.network_utils import Rendezvous
 from minivllm.utils.system_utils import explain_exit
 
 # Twice this is what a caller waits for its error when a start-up fails while another rank is stuck in a rendezvous.
-_HURRY_S = 0.2
+_HURRY_S = 0.15
 _LOOK_EVERY_S = 0.25
 
 
