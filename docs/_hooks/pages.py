@@ -13,6 +13,7 @@ from typing import Any
 
 import coverage
 import source
+import steps
 import symbols
 import timelines
 from mkdocs.config.defaults import MkDocsConfig
@@ -268,5 +269,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put code of the package and timelines of recorded runs into the pages that name them."""
-    return timelines.expand(symbols.expand(markdown, page), page)
+    """Put code of the package, and timelines and steps of recorded runs, into the pages that name them."""
+    return steps.expand(timelines.expand(symbols.expand(markdown, page), page), page)

@@ -24,7 +24,7 @@ examples:
   minivllm step traces/run                        in the terminal; ? lists the keys
   minivllm step traces/run --at failure           begin where something went wrong first
   minivllm step traces/run --at 1.5s --print      one step as plain text
-  minivllm step traces/run --print --from 40 --count 5
+  minivllm step traces/run --print --from rpc.call#7 --count 5
 """
 
 
@@ -42,7 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--at",
         metavar="WHERE",
-        help="begin at a step number, a time (1.5s, 300ms), or at the first `failure`",
+        help="begin at a step number, a time (1.5s, 300ms), a step by name (worker.load_model@rank1, rpc.call#7), "
+        "or the first `failure`",
     )
     parser.add_argument(
         "--level",

@@ -30,7 +30,7 @@ u                 up: to the begin of the span around this one
 f, F              next, previous failure or failpoint
 /                 search names, processes, attributes, errors
                   (an empty text repeats the last search)
-t                 go to a time (1.5s, 300ms) or by some (+20ms, -1s)
+t                 go to a time (1.5s, +20ms), number or name (rpc.call#7)
 l                 all steps, only rpc and lifecycle, only lifecycle
 enter             everything about this step: attributes, traceback, queues
 q                 quit
@@ -148,7 +148,7 @@ class App:
             self._go(self.walk.search(self._searched, self.index), f"{self._searched!r} is in no later step")
 
     def _jump(self) -> None:
-        text = self._ask("time (1.5s, 300ms, +20ms) or step number: ")
+        text = self._ask("time (1.5s, +20ms), step number or name: ")
         if text:
             try:
                 self.index = find_position(self.walk, text, self.index)

@@ -57,9 +57,7 @@ class Explainer:
             lines.append(Text(message if full else message.splitlines()[0], _ERROR))
         if step.note is not None and step.note.name == "failpoint":
             action = step.note.attributes.get("minivllm.action", "")
-            lines.append(
-                Text(f"Set by MINIVLLM_FAILPOINTS: {action}. The reader broke the run here.", _ERROR)
-            )
+            lines.append(Text(f"MINIVLLM_FAILPOINTS breaks the run here: {action}", _ERROR))
         for what, before, after in self.changes(index):
             lines.append(Text.assemble((f"{what}: ", "bold"), f"{before} → {after}"))
         if spec is not None:

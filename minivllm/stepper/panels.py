@@ -40,8 +40,12 @@ def left_panel(screen: Screen, state: RunState, index: int, columns: int, rows: 
     current = screen.walk[index].span.process
     processes = screen.walk.store.processes()
     queues = _queue_lines(screen, state, columns)
+    from minivllm.stepper.screen import wrap
+
     pipes = [
-        Text.assemble((f"{name}: ", _FAINT), text) for name, text in screen.words.pipe_groups(state).items()
+        part
+        for name, text in screen.words.pipe_groups(state).items()
+        for part in wrap(Text.assemble((f"{name}: ", _FAINT), text), columns)
     ]
     has_news = any(p.ready != "closed" or p.death == "EOF" for p in state.pipes.values())
     below = [*pipes, *queues] if has_news else [*queues, *pipes]

@@ -44,7 +44,7 @@ def _block(screen: Screen, index: int, columns: int) -> Iterator[Text]:
     actor = walk.run.actor(span.process)
     what = {
         Kind.BEGIN: "begins",
-        Kind.WRITTEN: "is written",
+        Kind.WRITTEN: "has written its message",
         Kind.NOTE: f"notes {step.note.name}" if step.note is not None else "",
     }.get(step.kind) or ("is cut off" if span.unfinished else "fails" if span.is_error else "ends")
     head = Text.assemble(

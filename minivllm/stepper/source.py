@@ -75,8 +75,10 @@ def _find(name: str, path: str, line: int, function: str) -> Place:
         file = _read(home)
         moved = _search(file, name, qualified) if file is not None else 0
         if file is not None and moved:
-            note = "the line has moved since the run was recorded"
-            return Place(home, moved, qualified, file.lines, _why(file, moved), note)
+            here = _function_at(file, moved)
+            as_recorded = home == path and here == _local(function, path)
+            note = "" if as_recorded else "the step is elsewhere now than when the run was recorded"
+            return Place(home, moved, here, file.lines, _why(file, moved), note)
     return Place(path, 0, _local(function, path), note="the installed minivllm does not have this line")
 
 
@@ -135,6 +137,11 @@ def _mentions(file: _File, line: int, name: str) -> bool:
         return True
     begins_here = file.lines[line - 1].rstrip().endswith("(")
     return begins_here and any(f'"{name}"' in text for text in file.lines[line : line + 2])
+
+
+def _function_at(file: _File, line: int) -> str:
+    """The innermost function or class around a line."""
+    return next((name for first, last, name, _ in reversed(file.scopes) if first <= line <= last), "")
 
 
 def _search(file: _File, name: str, function: str) -> int:

@@ -113,12 +113,14 @@ class Walk:
 
     # --- finding a step; each answers None when there is no such step
 
-    def find(self, start: int, wanted: Callable[[Step], bool], forward: bool = True) -> int | None:
-        """The nearest step after (before) `start` that is shown and wanted."""
+    def find(
+        self, start: int, wanted: Callable[[Step], bool], forward: bool = True, hidden: bool = False
+    ) -> int | None:
+        """The nearest step after (before) `start` that is wanted and shown; hidden: or not shown."""
         indices = range(start + 1, len(self)) if forward else range(start - 1, -1, -1)
         for index in indices:
             step = self[index]
-            if self.is_shown(step) and wanted(step):
+            if (hidden or self.is_shown(step)) and wanted(step):
                 return index
         return None
 

@@ -13,6 +13,7 @@ from minivllm.trace_store import Span, TraceStore
 from minivllm.tracing.catalogue import LEVEL_NAMES, SPANS, SpanSpec
 
 SHOWN, EXCUSED, MISSING = "shown", "could not be shown", "missing"
+_LOW_LEVEL = "recorded at level"
 _BUILT_IN_WORKER = "minivllm.worker.gpu_worker.Worker"
 
 
@@ -82,7 +83,10 @@ def cover(stores: Sequence[TraceStore], names: Sequence[str]) -> Report:
         if owing:
             report.rows.append(Coverage(spec, MISSING, counts, tuple(owing)))
         else:
-            report.rows.append(Coverage(spec, EXCUSED, counts, tuple(dict.fromkeys(excuses))))
+            reasons = tuple(dict.fromkeys(excuses))
+            # A run with a higher level says more than one that did not record such steps at all.
+            telling = tuple(reason for reason in reasons if not reason.startswith(_LOW_LEVEL))
+            report.rows.append(Coverage(spec, EXCUSED, counts, telling or reasons))
     found = {span.name for run in runs for span in run.store.spans()}
     report.unknown = sorted(found - set(SPANS))
     return report
@@ -155,7 +159,7 @@ class _RunFacts:
     def excuse(self, spec: SpanSpec) -> str:
         """Why this run could not show a step; empty when it should have."""
         if spec.level > self.level and (self.level_is_said or self.failure is None):
-            return f"recorded at level {LEVEL_NAMES[self.level]}"
+            return f"{_LOW_LEVEL} {LEVEL_NAMES[self.level]}"
         if spec.when:
             reason = self.conditions[spec.when]()
             if reason:
