@@ -222,12 +222,11 @@ def found_nothing(span: Span) -> bool:
 
     Whoever asked decides whether that is a failure, and its own span says so.
     """
-    if span.name != "mq.dequeue" or not span.is_error:
+    if span.name != "mq.dequeue":
         return False
-    return str(span.attributes.get("error.type", "")).rpartition(".")[2] in (
-        "TimeoutError",
-        "MessageQueueClosed",
-    )
+    # Recordings of earlier versions have an error instead.
+    ended_by = span.get("ended_by") or (span.attributes.get("error.type") if span.is_error else "")
+    return str(ended_by).rpartition(".")[2] in ("TimeoutError", "MessageQueueClosed")
 
 
 def failure_note(span: Span) -> str:
