@@ -205,7 +205,7 @@ def test_I2_older_futures_count_towards_the_deadline() -> None:
         assert older.result() == ["older", "older"]
 
 
-@scenario()
+@scenario(env={"MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S": "0.3"})
 def test_I3_D6_timeout_says_what_the_missing_rank_does() -> None:
     """A rank that spins for ever is named with what it does; others are named as finished."""
     with make_executor() as executor:
