@@ -1,1 +1,5 @@
-"""Data that ships with minivllm: the bundled checkpoint and the scripts that make such data."""
+"""Data that ships with minivllm: the bundled checkpoint and the scripts that make such data.
+
+vLLM 0.25.1: no counterpart
+Articles: –
+"""

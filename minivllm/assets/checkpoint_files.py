@@ -1,4 +1,8 @@
-"""The files of a Hugging Face checkpoint directory, written so that transformers 4 and 5, vLLM and minivllm read them."""
+"""The files of a Hugging Face checkpoint directory, written so that transformers 4 and 5, vLLM and minivllm read them.
+
+vLLM 0.25.1: no counterpart
+Articles: –
+"""
 
 from __future__ import annotations
 

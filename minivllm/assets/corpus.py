@@ -1,5 +1,8 @@
 """The training text of the bundled checkpoint: CPython's own language reference, made to read as plain English.
 
+vLLM 0.25.1: no counterpart
+Articles: –
+
 Every CPython carries the reference as `pydoc_data.topics`, so the text needs no network and no copy in the
 repository. It differs a little between Python versions; the checkpoint's README names the one that was used.
 """

@@ -1,5 +1,8 @@
 """Makes checkpoints: the bundled tiny Qwen3, trained from scratch, and random ones of any shape for tests.
 
+vLLM 0.25.1: no counterpart
+Articles: –
+
     python -m minivllm.assets.make_checkpoint train DIR
     python -m minivllm.assets.make_checkpoint random DIR --preset qwen3-1m
     python -m minivllm.assets.make_checkpoint random DIR --preset qwen3-gqa2 --dtype bfloat16 --shards 2

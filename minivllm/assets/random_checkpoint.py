@@ -1,4 +1,8 @@
-"""Checkpoints with random weights, of any shape, for tests and benchmarks."""
+"""Checkpoints with random weights, of any shape, for tests and benchmarks.
+
+vLLM 0.25.1: no counterpart
+Articles: –
+"""
 
 from __future__ import annotations
 

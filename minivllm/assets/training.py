@@ -1,5 +1,8 @@
 """The training of the bundled checkpoint: a compact Qwen3 in torch with Hugging Face weight names, and its loop.
 
+vLLM 0.25.1: no counterpart
+Articles: –
+
 It exists for training only. Inference uses `minivllm.model_executor.models.qwen3`, and the tests compare both
 with transformers.
 """
