@@ -8,6 +8,7 @@ import pty
 import random
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -115,6 +116,9 @@ def test_state_depends_on_the_step_only_and_not_on_the_way_there() -> None:
     assert comparable(history.at(-1)) == comparable(RunState.before(walk))
     with pytest.raises(IndexError):
         history.at(len(walk))
+    history.at(99)
+    assert history.replay_length(99) == 0 and history.replay_length(101) == 2
+    assert history.replay_length(98) == 99 - 74, "from the snapshot before step 74"
 
 
 def test_rings_keep_their_protocol() -> None:
@@ -515,6 +519,24 @@ def test_ctrl_c_gives_the_terminal_back() -> None:
     os.write(session.fd, b"\x03")
     assert session.end() == 130
     assert b"\x1b[?1049l" in session.shown and b"Traceback" not in session.shown
+
+
+def test_ctrl_z_leaves_a_sane_terminal_and_comes_back() -> None:
+    session = Session(str(recorded()))
+    session.wait_for("step 1 of")
+    session.press("n", "step 2 of")
+    os.write(session.fd, b"\x1a")
+    deadline = time.monotonic() + LIMIT_S
+    while os.waitpid(session.pid, os.WNOHANG | os.WUNTRACED) == (0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    session.shown = os.read(session.fd, 65536)
+    assert b"\x1b[?1049l" in session.shown, "the shell gets its screen back"
+    session.shown = b""
+    os.kill(session.pid, signal.SIGCONT)
+    session.wait_for("step 2 of")
+    os.write(session.fd, b"q")
+    assert session.end() == 0
 
 
 def test_a_dumb_terminal_is_refused() -> None:

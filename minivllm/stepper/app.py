@@ -19,6 +19,9 @@ from minivllm.stepper.terminal import RESIZED, Terminal
 from minivllm.trace_store import Process
 from minivllm.tracing.spec import LEVEL_NAMES, LIFECYCLE, MESSAGE
 
+# Replaying so many steps takes long enough to wonder.
+_WORTH_SAYING = 20_000
+
 HELP = """\
 n, right, space   next step              p, left    previous step
 page down, up     ten steps on, back     g, G       first, last step
@@ -171,6 +174,9 @@ class App:
     def _draw(self, bottom: str | None = None) -> None:
         columns, rows = self.terminal.size
         message = self._message if bottom is None else bottom
+        length = self.screen.history.replay_length(self.index)
+        if length > _WORTH_SAYING:
+            self.terminal.write_at(rows, self.screen.spell(Text(f"replaying {length:,} steps …")).plain)
         self.terminal.draw(self._encode(self.screen.picture(self.index, columns, rows, message), columns))
 
     def _encode(self, lines: list[Text], columns: int) -> list[str]:

@@ -23,6 +23,12 @@ class History:
         self._current = self._snapshots[0].copy()
         self._next = 0  # the first step that is not applied to _current
 
+    def replay_length(self, index: int) -> int:
+        """How many steps at(index) would have to apply."""
+        nearest = min((index + 1) // self._every, len(self._snapshots) - 1) * self._every
+        start = self._next if nearest <= self._next <= index + 1 else nearest
+        return index + 1 - start
+
     def at(self, index: int) -> RunState:
         """The state after step `index`; -1 is the one before the first. The caller must not change it.
 

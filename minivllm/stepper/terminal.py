@@ -145,6 +145,10 @@ class Terminal:
         body = "\r\n".join(f"{line}\x1b[0m\x1b[K" for line in lines)
         self.write(f"\x1b[H{body}\x1b[J")
 
+    def write_at(self, row: int, text: str) -> None:
+        """Replace one line of the screen, counted from 1."""
+        self.write(f"\x1b[{row};1H{text}\x1b[K")
+
     def key(self) -> str:
         """The next key: a character, one of the names above, or RESIZED."""
         while not self._pending:
