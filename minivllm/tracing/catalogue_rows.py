@@ -19,6 +19,8 @@ _PLACES = {
     "mp": ("minivllm.executor.multiproc_executor", "vllm/v1/executor/multiproc_executor.py"),
     "startup": ("minivllm.executor.worker_startup", "vllm/v1/executor/multiproc_executor.py"),
     "proc": ("minivllm.executor.worker_proc", "vllm/v1/executor/multiproc_executor.py"),
+    "main": ("minivllm.executor.worker_main", "vllm/v1/executor/multiproc_executor.py"),
+    "names": ("minivllm.executor.worker_names", "vllm/v1/executor/multiproc_executor.py"),
     "end": ("minivllm.executor.termination", "vllm/v1/executor/multiproc_executor.py"),
     "death": ("minivllm.executor.death_pipe", "vllm/v1/executor/multiproc_executor.py"),
     "call": ("minivllm.executor.call", "vllm/v1/executor/multiproc_executor.py"),
@@ -157,19 +159,19 @@ _row("executor.post_init", "L", "E", "engine_core", "mp:MultiprocExecutor._post_
 _row("worker.process", "L", "E", "worker", "startup:make_worker_process",
      "The whole life of one worker process as its parent sees it, up to the exit code or signal.",
      articles="2§2.6.1", vllm="659 WorkerProc.make_worker_process", when="multiprocess executor")
-_row("worker.bootstrap", "L", "W", "worker", "proc:WorkerProc.worker_main",
+_row("worker.bootstrap", "L", "W", "worker", "main:worker_main",
      "From Process.start() in the parent to the first instruction of worker_main: interpreter start and imports.",
      articles="1§3", vllm="807 WorkerProc.worker_main", when="multiprocess executor")
-_row("worker.main", "L", "W", "worker", "proc:WorkerProc.worker_main",
+_row("worker.main", "L", "W", "worker", "main:worker_main",
      "The entry point of a worker process, from its first instruction to its last.",
      articles="2§2.4.8", vllm="807 WorkerProc.worker_main", when="multiprocess executor")
-_row("worker.install_signal_handlers", "L", "W", "worker", "proc:_WorkerMain._prepare",
+_row("worker.install_signal_handlers", "L", "W", "worker", "main:_WorkerMain._prepare",
      "SIGTERM and SIGINT are made to end the worker with SystemExit, once.",
      articles="2§2.4.8", vllm="826 WorkerProc.worker_main", when="multiprocess executor")
-_row("worker.close_inherited_fds", "L", "W", "worker", "proc:_WorkerMain._prepare",
+_row("worker.close_inherited_fds", "L", "W", "worker", "main:_WorkerMain._prepare_forked",
      "A forked worker closes the pipe ends of its elder siblings; a copy kept open would hide their EOF.",
      articles="2§4.6", vllm="850 WorkerProc.worker_main", when="start method fork")
-_row("worker.monitor_death_pipe", "L", "W", "worker", "proc:_WorkerMain._prepare",
+_row("worker.monitor_death_pipe", "L", "W", "worker", "main:_WorkerMain._prepare",
      "A thread begins to watch the death pipe, whose EOF says that the parent is gone or wants the worker to end.",
      articles="2§2.4.7", vllm="781 WorkerProc.monitor_death_pipe", when="multiprocess executor")
 _row("worker.init", "L", "W", "worker", "proc:WorkerProc.__init__",
@@ -178,7 +180,7 @@ _row("worker.init", "L", "W", "worker", "proc:WorkerProc.__init__",
 _row("worker.init_worker", "L", "W", "worker", "wrapper:WorkerWrapperBase.init_worker",
      "The wrapper resolves the worker class by its name and builds it.",
      articles="1§4", vllm="230 WorkerWrapperBase.init_worker", vllm_span="Worker init")
-_row("worker.set_process_title", "L", "W", "worker", "proc:setup_proc_title_and_log_prefix",
+_row("worker.set_process_title", "L", "W", "worker", "names:setup_proc_title_and_log_prefix",
      "The process title and log prefix get the parallel ranks, once the groups exist.",
      articles="2§2.4.14", vllm="1011 WorkerProc.setup_proc_title_and_log_prefix", when="multiprocess executor")
 _row("worker.init_device", "L", "W", "worker", "worker:Worker.init_device",
@@ -232,10 +234,10 @@ _row("worker.init_message_queues", "L", "W", "worker", "proc:WorkerProc._init_me
 _row("worker.enable_envs_cache", "L", "W", "worker", "proc:WorkerProc.__init__",
      "From here on each environment variable keeps the value of its first use.",
      articles="2§2.4.2", vllm="656 WorkerProc.__init__", when="multiprocess executor")
-_row("worker.send_ready", "L", "W", "worker", "proc:_WorkerMain.run",
+_row("worker.send_ready", "L", "W", "worker", "main:_WorkerMain.run",
      "READY goes to the parent with the handle of the response ring, or FAILED with the traceback.",
      articles="2§2.4.8", vllm="873 WorkerProc.worker_main", when="multiprocess executor")
-_row("worker.mq_handshake", "L", "W", "worker", "proc:_WorkerMain.run",
+_row("worker.mq_handshake", "L", "W", "worker", "main:_WorkerMain.run",
      "The worker waits for its queues in the executor's order: broadcast ring, then response ring.",
      articles="2§2.4.8", vllm="884 WorkerProc.worker_main", when="multiprocess executor")
 _row("worker.get_kv_cache_spec", "L", "W", "worker", "worker:Worker.get_kv_cache_spec",
