@@ -195,9 +195,7 @@ class MultiprocExecutor(Executor):
                 envs.MINIVLLM_WORKER_STUCK_TIMEOUT_S,
             )
             self._resources.channel = self._rpc
-            # The hook must not keep a forgotten executor alive.
-            progress = weakref.WeakMethod(self._report_progress)
-            self._rpc.responses.on_wait = lambda: (report := progress()) and report()
+            self._rpc.responses.on_wait = partial(_report_progress, weakref.ref(self))
             step.set(output_rank=self.output_rank, max_concurrent_batches=self.max_concurrent_batches)
         if self._resources.failure:
             raise WorkerStartupError(f"{self._resources.failure} during start-up")
@@ -342,6 +340,15 @@ class MultiprocExecutor(Executor):
     @classmethod
     def supports_async_scheduling(cls) -> bool:
         return True
+
+
+# What threads and queues hold: it must not keep a forgotten executor alive.
+
+
+def _report_progress(executor_ref: weakref.ref[MultiprocExecutor]) -> None:
+    executor = executor_ref()
+    if executor is not None:
+        executor._report_progress()
 
 
 def _announce_failure(executor_ref: weakref.ref[MultiprocExecutor]) -> None:

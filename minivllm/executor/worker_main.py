@@ -180,24 +180,27 @@ class _WorkerMain:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, self._on_sigterm)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        if descriptors := closed_after_fork():
-            with tracing.span(
-                "worker.close_inherited_fds",
-                descriptors=descriptors,
-                why="a copy of a parent's pipe end would hide its EOF from the child that reads it",
-            ):
-                # Closed already, in the fork itself: later there would be a moment in which the copies exist.
-                pass
         with tracing.span("worker.monitor_death_pipe", thread=self.monitor.thread_name):
             # It has been running since the first instruction.
             pass
+        if descriptors := closed_after_fork():
+            self._prepare_forked(descriptors)
         configure_logging()
         if numa_node is not None:
             bind_to_numa_node(numa_node)
+
+    def _prepare_forked(self, descriptors: list[int]) -> None:
+        with tracing.span(
+            "worker.close_inherited_fds",
+            descriptors=descriptors,
+            why="a copy of a parent's pipe end would hide its EOF from the child that reads it",
+        ):
+            # Closed already, in the fork itself: later there would be a moment in which the copies exist.
+            pass
         torch: Any = sys.modules.get("torch")
         if torch is not None:
-            # Only in a forked worker. The parent's OpenMP threads do not exist here, but the OpenMP runtime believes
-            # they do and would wait for them.
+            # The parent's OpenMP threads do not exist here, but the OpenMP runtime believes they do and would wait
+            # for them.
             torch.set_num_threads(1)
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:

@@ -28,10 +28,15 @@ from minivllm.executor.status_page import (
     StatusPage,
     WorkerState,
 )
-from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, WorkerProcHandle
 from minivllm.executor.worker_main import StartupStep, worker_main
 from minivllm.executor.worker_names import setup_proc_title_and_log_prefix
-from minivllm.executor.worker_startup import FAILED_STR, READY_STR, make_worker_process, wait_for_ready
+from minivllm.executor.worker_startup import (
+    FAILED_STR,
+    READY_STR,
+    make_worker_process,
+    wait_for_ready,
+    wait_for_response_handle_ready,
+)
 from minivllm.outputs import AsyncModelRunnerOutput
 from minivllm.platforms import get_platform
 from minivllm.utils.system_utils import yield_core
@@ -98,6 +103,7 @@ class WorkerProc:
             self.worker.load_model()
             startup.name = "worker.init_message_queues"
             self._init_message_queues(input_shm_handle)
+            # Deviation from vLLM: the output thread starts when the queue that it writes to exists, not before.
             self.use_async_scheduling = vllm_config.scheduler_config.async_scheduling
             if self.use_async_scheduling:
                 startup.name = "worker.start_async_output_thread"
@@ -164,9 +170,9 @@ class WorkerProc:
                     output = func(*args, **kwargs) if kwargs else func(*args)
                     if reply_rank is None or reply_rank == rank:
                         self.handle_output(number, output)
-            except MessageQueueClosed:
-                raise
             except Exception as error:
+                if isinstance(error, MessageQueueClosed) and self._is_closed():
+                    raise
                 failures = (failures + 1) & FAILURE_MASK
                 self._report(number, method, error, context)
             words[done] = failures << SEQUENCE_BITS | number
@@ -174,6 +180,11 @@ class WorkerProc:
             # With fewer cores than processes the caller, or another rank, may be waiting for this core; polling the
             # ring first would keep it waiting.
             yield_core()
+
+    def _is_closed(self) -> bool:
+        """Whether our own queues are closed; a method may use, and lose, others."""
+        assert self.rpc_broadcast_mq is not None and self.worker_response_mq is not None
+        return self.rpc_broadcast_mq.shutting_down or self.worker_response_mq.shutting_down
 
     def _resolve_method(
         self, methods: dict[str | bytes, Callable[..., Any]], method: str | bytes
@@ -295,15 +306,9 @@ class WorkerProc:
 
     # --- the process -------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def make_worker_process(*args: Any, **kwargs: Any) -> UnreadyWorkerProcHandle:
-        """Start one worker, see worker_startup.make_worker_process."""
-        return make_worker_process(WorkerProc.worker_main, *args, **kwargs)
-
-    @staticmethod
-    def wait_for_ready(*args: Any, **kwargs: Any) -> list[WorkerProcHandle]:
-        """Wait until all workers are ready, see worker_startup.wait_for_ready."""
-        return wait_for_ready(*args, **kwargs)
+    make_worker_process = staticmethod(make_worker_process)
+    wait_for_ready = staticmethod(wait_for_ready)
+    wait_for_response_handle_ready = staticmethod(wait_for_response_handle_ready)
 
     @staticmethod
     def worker_main(**kwargs: Any) -> None:

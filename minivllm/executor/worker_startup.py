@@ -52,7 +52,6 @@ def startup_timeout_s(parallel_config: ParallelConfig) -> float:
 
 
 def make_worker_process(
-    worker_main: Callable[..., None],
     context: MPContext,
     vllm_config: VllmConfig,
     local_rank: int,
@@ -68,6 +67,8 @@ def make_worker_process(
     Its two pipes go one way each: ready from child to parent, death from parent to child. The parent closes its
     copies of the child's ends at once, so that the child's death shows as EOF.
     """
+    from minivllm.executor.worker_proc import WorkerProc
+
     parallel_config = vllm_config.parallel_config
     with tracing.span("executor.make_worker_process", rank=rank, driver=is_driver_worker) as step:
         ready_reader, ready_writer = context.Pipe(duplex=False)
@@ -82,7 +83,7 @@ def make_worker_process(
             with _start_lock:
                 variables = _child_variables(vllm_config, life.context)
                 proc = context.Process(
-                    target=worker_main,
+                    target=WorkerProc.worker_main,
                     kwargs={
                         "environment": variables,
                         "parent_pid": os.getpid(),
