@@ -39,6 +39,7 @@ class Timing:
 
 
 def enqueue(queue: MessageQueue, obj: Any, timeout: float | None) -> None:
+    """MessageQueue.enqueue as a span; the work itself is in shm_broadcast.py."""
     with tracing.span("mq.enqueue") as span:
         timing = Timing(span.context or tracing.pack_context())
         try:
@@ -66,6 +67,7 @@ def enqueue(queue: MessageQueue, obj: Any, timeout: float | None) -> None:
 def dequeue(
     queue: MessageQueue, timeout: float | None, cancel: threading.Event | None, indefinite: bool
 ) -> Any:
+    """MessageQueue.dequeue as a span; the work itself is in shm_broadcast.py."""
     with tracing.span("mq.dequeue") as span:
         timing = Timing()
         try:

@@ -85,7 +85,9 @@ class Explainer:
         thread = span.attributes.get("thread.name", "MainThread")
         if thread != "MainThread":
             text.append(f", thread {thread}", _FAINT)
-        if step.kind is Kind.BEGIN:
+        if step.kind is Kind.WRITTEN:
+            text.append(": the message is there for all readers")
+        elif step.kind is Kind.BEGIN:
             text.append(f"; it will take {words.duration(span.duration_ns)}", _FAINT)
             if span.unfinished:
                 text.append(" and never finish", _ERROR)
@@ -126,7 +128,7 @@ def _verb(step: Step) -> str:
     if step.kind is Kind.BEGIN:
         return "begins"
     if step.kind is Kind.WRITTEN:
-        return "sets the written flag: the message is there for all readers"
+        return "sets the written flag"
     if step.note is not None and step.note.name == "failpoint":
         return "meets a failpoint"
     if step.note is not None:

@@ -199,7 +199,7 @@ class Words:
         elif any(slot.read):
             text = "read by some"
         else:
-            text = "written, unread"
+            text = "unread"
         if slot.writing:
             text = "being written" if slot.is_free else f"{text}; the writer waits for it"
         what = self.message(slot)
