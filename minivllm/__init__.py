@@ -17,17 +17,26 @@ if TYPE_CHECKING:
     from minivllm.engine.arg_utils import EngineArgs
     from minivllm.entrypoints.llm import LLM
     from minivllm.request_output import CompletionOutput, RequestOutput
-    from minivllm.sampling_params import SamplingParams
+    from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 _LAZY = {
     "LLM": "minivllm.entrypoints.llm",
     "EngineArgs": "minivllm.engine.arg_utils",
     "SamplingParams": "minivllm.sampling_params",
+    "StructuredOutputsParams": "minivllm.sampling_params",
     "RequestOutput": "minivllm.request_output",
     "CompletionOutput": "minivllm.request_output",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineArgs", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """What a caller may ask of sampling for one request.
 
-vLLM 0.25.1: vllm/sampling_params.py (SamplingParams)
-Articles: part 1 §8.2
+vLLM 0.25.1: vllm/sampling_params.py (SamplingParams, StructuredOutputsParams)
+Articles: part 1 §8.2, part 2 §2.3.5
 """
 
 from __future__ import annotations
@@ -30,6 +30,46 @@ class _NamesItsArguments(type(msgspec.Struct)):  # type: ignore[misc]
             raise RequestError(f"{unknown[0]!r} is not a sampling argument; {hint}") from None
 
 
+class StructuredOutputsParams(
+    msgspec.Struct, metaclass=_NamesItsArguments, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What the output must look like; exactly one of the three is given.
+
+    Attributes:
+        json: a JSON schema, as a dict or as text. Blanks between the parts of a document are not generated.
+        regex: the whole output matches it.
+        choice: the output is one of these.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Raises RequestError. Whether a schema or expression makes sense is for the grammar library to say."""
+        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                "structured_outputs needs exactly one of json, regex and choice; "
+                + (f"{' and '.join(given)} were given" if given else "none was given")
+            )
+        if self.json is not None and not isinstance(self.json, (str, dict)):
+            raise RequestError(f"json={self.json!r} is not valid: a JSON schema as a dict or a string")
+        if self.regex is not None and not (isinstance(self.regex, str) and self.regex):
+            raise RequestError(f"regex={self.regex!r} is not valid: a string that is not empty")
+        if self.choice is not None and not (
+            isinstance(self.choice, list)
+            and self.choice
+            and all(isinstance(text, str) and text for text in self.choice)
+        ):
+            raise RequestError(
+                f"choice={self.choice!r} is not valid: a list of strings, none of them empty, and at least one"
+            )
+
+
 class SamplingParams(
     msgspec.Struct, metaclass=_NamesItsArguments, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -54,6 +94,7 @@ class SamplingParams(
         logit_bias: token id -> value added to its logit.
         bad_words: strings that must not be generated.
         bad_words_token_ids: the same as tokens; the input processor fills it, since workers have no tokenizer.
+        structured_outputs: a schema, expression or choice that the output obeys; it ends when nothing can follow.
     """
 
     n: int = 1
@@ -77,6 +118,7 @@ class SamplingParams(
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None
     bad_words_token_ids: list[list[int]] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -160,6 +202,19 @@ class SamplingParams(
             "bad_words",
             "a list of strings, none of them empty",
         )
+        if self.structured_outputs is not None:
+            need(
+                isinstance(self.structured_outputs, StructuredOutputsParams),
+                "structured_outputs",
+                "StructuredOutputsParams(json=…), (regex=…) or (choice=…)",
+            )
+            self.structured_outputs.verify()
+            # Either could forbid the only token that the grammar allows.
+            for name in ("min_tokens", "bad_words"):
+                if getattr(self, name):
+                    raise RequestError(
+                        f"{name} cannot be combined with structured_outputs; leave one of them out"
+                    )
 
     @property
     def is_greedy(self) -> bool:

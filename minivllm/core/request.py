@@ -7,9 +7,13 @@ Articles: part 1 §2
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 from minivllm.engine import EngineCoreRequest, FinishReason
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.structured_output.backend_guidance import GuidanceGrammar
 
 
 class RequestStatus(enum.IntEnum):
@@ -21,6 +25,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_STOPPED = 3
     FINISHED_LENGTH_CAPPED = 4
     FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -31,6 +36,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
 }
 
 
@@ -44,11 +50,17 @@ class Request:
     num_in_flight: scheduled steps whose output has not been processed.
     known_to_workers: the workers hold a slot for it, so its end must be reported to them.
     """
+    grammar: what its output obeys, advanced with each token; None for most requests.
+    ended_by_grammar: its last token completed what the grammar describes, and belongs to the text.
+    error: why it cannot go on (status FINISHED_ERROR).
 
     __slots__ = (
         "arrival_time",
         "eos_token_ids",
+        "ended_by_grammar",
         "known_to_workers",
+        "error",
+        "grammar",
         "max_tokens",
         "min_tokens",
         "num_computed_tokens",
@@ -93,6 +105,9 @@ class Request:
         self.stop_reason: int | None = None
 
         self.num_computed_tokens = 0
+        self.grammar: GuidanceGrammar | None = None
+        self.ended_by_grammar = False
+        self.error: str | None = None
         self.num_output_placeholders = 0
         self.num_in_flight = 0
         self.num_preemptions = 0
@@ -130,6 +145,9 @@ class Request:
         if num_output_tokens >= self.min_tokens:
             if token_id in self.eos_token_ids:
                 self.status = RequestStatus.FINISHED_STOPPED
+        # First, since the token that completes a document may also be the last one that max_tokens leaves.
+        if self.grammar is not None and self._advance_grammar(self.grammar, token_id):
+            return True
                 return True
             if token_id in self.stop_token_ids:
                 self.status = RequestStatus.FINISHED_STOPPED
@@ -137,5 +155,22 @@ class Request:
                 return True
         if num_output_tokens >= self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            return True
+        return False
+
+    def _advance_grammar(self, grammar: GuidanceGrammar, token_id: int) -> bool:
+        """Deviation from vLLM: a request ends with the token after which its grammar allows nothing more. There, one
+        more step is run for the end-of-text token, and with ignore_eos there is no end.
+        """
+        error = grammar.accept_token(token_id)
+        if error is not None:
+            self.status = RequestStatus.FINISHED_ERROR
+            self.error = (
+                f"the grammar does not allow token {token_id}, which was the best of those left: {error}"
+            )
+            return True
+        if grammar.is_terminated():
+            self.status = RequestStatus.FINISHED_STOPPED
+            self.ended_by_grammar = token_id not in self.eos_token_ids
             return True
         return False

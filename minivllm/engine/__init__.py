@@ -73,6 +73,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
         finish_reason: set in the last output of a request.
         stop_reason: the stop token that ended it, if one did.
         error: why EngineCore refused the request (finish_reason is ERROR).
+        ended_by_grammar: the last token is no stop token, but the end of what the grammar allows.
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     logprobs: EngineCoreLogprobs | None = None
     prompt_logprobs: EngineCoreLogprobs | None = None
     error: str | None = None
+    ended_by_grammar: bool = False
 
 
 class UtilityRequest(msgspec.Struct, array_like=True, gc=False):

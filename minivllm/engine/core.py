@@ -51,6 +51,7 @@ from minivllm.engine.input_processor import check_request
 from minivllm.engine.serial_utils import FunctionByValue, encode_exception, pickle_value
 from minivllm.exceptions import ExecutorFailedError
 from minivllm.executor.status_page import StatusPage
+from minivllm.structured_output import StructuredOutputManager
 from minivllm.utils.system_utils import configure_logging, decorate_logs, set_process_title
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class EngineCore:
         config = self.vllm_config
         with tracing.span("engine_core.init_scheduler") as span:
             scheduler_class = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-            self.scheduler = scheduler_class(config, num_gpu_blocks)
+            self.structured_output_manager = StructuredOutputManager(config)
+            self.scheduler = scheduler_class(config, num_gpu_blocks, self.structured_output_manager)
             # With pipeline stages, or with scheduling one step ahead, several batches are under way at once.
             self.batch_queue_size = config.max_concurrent_batches
             self.batch_queue: deque[_BatchInFlight] | None = deque() if self.batch_queue_size > 1 else None
@@ -134,7 +136,9 @@ class EngineCore:
     def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
         """Raises RequestError: the client has checked the request, but EngineCore must survive any client."""
         max_tokens = check_request(request.prompt_token_ids, request.sampling_params, self.limits)
-        return Request.from_engine_core_request(request, max_tokens, self._eos_token_ids)
+        accepted = Request.from_engine_core_request(request, max_tokens, self._eos_token_ids)
+        self.structured_output_manager.grammar_init(accepted)
+        return accepted
 
     def add_request(self, request: Request) -> None:
         """Raises ValueError for an id that is in use."""
@@ -201,15 +205,17 @@ class EngineCore:
     def _start_batch(self, scheduler_output: SchedulerOutput) -> _BatchInFlight:
         """Send a batch to the workers without waiting.
 
-        Deviation from vLLM: sample_tokens is sent right behind execute_model, also with one batch in flight, as
-        no grammar has to be computed in between; that saves the workers a wait for this process.
+        Deviation from vLLM: sample_tokens is sent right behind execute_model, also with one batch in flight, and
+        not after its result; that saves the workers a wait for this process. Only the masks of grammars, if there
+        are any, are computed in between, while the workers are at the forward pass.
         """
         executor = self.model_executor
         executed = cast("OutputFuture", executor.execute_model(scheduler_output, non_block=True))
         sampled = None
         # Without tokens there is only news of finished or preempted requests.
         if scheduler_output.num_scheduled_tokens:
-            sampled = cast("OutputFuture", executor.sample_tokens(None, non_block=True))
+            grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
+            sampled = cast("OutputFuture", executor.sample_tokens(grammar_output, non_block=True))
         return _BatchInFlight(scheduler_output, executed, sampled)
 
     # --- calls and the end

@@ -17,6 +17,7 @@ from minivllm.config import ModelConfig
 from minivllm.engine import EngineCoreReadyResponse, EngineCoreRequest
 from minivllm.exceptions import ConfigError, RequestError
 from minivllm.sampling_params import SamplingParams
+from minivllm.structured_output.backend_guidance import validate_guidance_grammar
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -107,6 +108,8 @@ class InputProcessor:
             raise RequestError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         # Attributes can be assigned after construction, where nothing checks them.
         params.verify()
+        if params.structured_outputs is not None:
+            validate_guidance_grammar(params.structured_outputs)
         if params.bad_words:
             params = self._with_bad_words_as_tokens(params)
         text, token_ids = self._tokenize(prompt)

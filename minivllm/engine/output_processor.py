@@ -131,7 +131,8 @@ class OutputProcessor:
                 state.end_span("error")
                 refused = RequestError(output.error or "EngineCore refused the request")
                 continue
-            stop_string = state.detokenizer.update(output.new_token_ids, finish_reason is FinishReason.STOP)
+            stop_terminated = finish_reason is FinishReason.STOP and not output.ended_by_grammar
+            stop_string = state.detokenizer.update(output.new_token_ids, stop_terminated)
             if state.logprobs_processor is not None:
                 state.logprobs_processor.update(output.logprobs, output.prompt_logprobs)
             if stop_string is not None:

@@ -12,10 +12,11 @@ from minivllm import tracing
 from minivllm.config import VllmConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.sched.output import NewRequestData, SchedulerOutput
+from minivllm.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from minivllm.core.sched.request_queue import FCFSRequestQueue
 from minivllm.engine import EngineCoreLogprobs, EngineCoreOutput
 from minivllm.outputs import LogprobsLists, ModelRunnerOutput
+from minivllm.structured_output import StructuredOutputManager
 
 
 class Scheduler:
@@ -37,7 +38,13 @@ class Scheduler:
            token of it is still unknown here.
     """
 
-    def __init__(self, vllm_config: VllmConfig, num_gpu_blocks: int) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        num_gpu_blocks: int,
+        structured_output_manager: StructuredOutputManager | None = None,
+    ) -> None:
+        self.structured_output_manager = structured_output_manager
         self.scheduler_config = vllm_config.scheduler_config
         self.max_num_running_reqs = self.scheduler_config.max_num_seqs
         self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens
@@ -146,7 +153,7 @@ class Scheduler:
             cached.num_computed_tokens.append(request.num_computed_tokens)
             num_scheduled_tokens[request.request_id] = num_new_tokens
             token_budget -= num_new_tokens
-            self._advance(request, num_new_tokens)
+            self._advance(request, num_new_tokens, output)
         return token_budget
 
     def _schedule_waiting(self, output: SchedulerOutput, token_budget: int) -> int:
@@ -179,14 +186,14 @@ class Scheduler:
             )
             output.num_scheduled_tokens[request.request_id] = num_new_tokens
             token_budget -= num_new_tokens
-            self._advance(request, num_new_tokens)
+            self._advance(request, num_new_tokens, output)
         return token_budget
 
     def _num_new_tokens(self, request: Request) -> int:
         """Tokens known but not computed; at most 0 while the next one is still being sampled."""
         return request.num_tokens - request.num_computed_tokens
 
-    def _advance(self, request: Request, num_new_tokens: int) -> None:
+    def _advance(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed at once: the next step may be scheduled before this one has run."""
         request.num_computed_tokens += num_new_tokens
         request.num_in_flight += 1
@@ -194,6 +201,8 @@ class Scheduler:
     def _preempt_request(self, request: Request, output: SchedulerOutput) -> None:
         """Take all blocks of a request; its tokens are kept and computed again later (V2: as a new request)."""
         self.kv_cache_manager.free(request)
+        if request.grammar is not None:
+            output.has_structured_output_requests = True
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -206,6 +215,28 @@ class Scheduler:
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Which tokens the step may choose, for those of its requests that have a grammar and get a token.
+
+        To be called while the step's forward pass runs. All tokens before the one to be chosen are known here: a
+        request with a grammar is not scheduled while one of its tokens is in flight.
+
+        Returns:
+            None when the step has no such request.
+        """
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        requests = [self.requests[req_id] for req_id in scheduler_output.num_scheduled_tokens]
+        rows = {
+            request.request_id: request.grammar
+            for request in requests
+            if request.grammar is not None and request.num_computed_tokens >= request.num_tokens
+        }
+        if not rows:
+            return None
+        assert self.structured_output_manager is not None
+        return GrammarOutput(list(rows), self.structured_output_manager.grammar_bitmask(list(rows.values())))
+
     ) -> list[EngineCoreOutput]:
         if tracing.active:
             with tracing.span("scheduler.update_from_output") as span:
@@ -262,6 +293,8 @@ class Scheduler:
                     any_finished = True
                 else:
                     # Preempted while its last token was in flight.
+                output.ended_by_grammar = request.ended_by_grammar
+                output.error = request.error
                     self.waiting.remove_requests([request])
                 self._free_request(request)
             outputs.append(output)
@@ -318,14 +351,17 @@ class AsyncScheduler(Scheduler):
             return 0
         return request.num_tokens + placeholders - request.num_computed_tokens
 
-    def _advance(self, request: Request, num_new_tokens: int) -> None:
-        super()._advance(request, num_new_tokens)
+    def _advance(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
+        super()._advance(request, num_new_tokens, output)
         if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
             request.num_output_placeholders += 1
 
     def _tokens_arrived(self, request: Request, num_tokens: int) -> None:
         request.num_output_placeholders -= num_tokens
 
+        if placeholders and request.grammar is not None:
+            # What may follow depends on the token in flight.
+            return 0
 
 def _wire_logprobs(rows: LogprobsLists, start: int, end: int) -> EngineCoreLogprobs:
     return EngineCoreLogprobs(rows.token_ids[start:end], rows.logprobs[start:end], rows.ranks[start:end])

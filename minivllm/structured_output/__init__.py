@@ -1,0 +1,65 @@
+"""Grammars of requests: compiled when a request comes, asked for a bitmask in each of its steps.
+
+vLLM 0.25.1: vllm/v1/structured_output/__init__.py (StructuredOutputManager)
+Articles: part 2 §2.3.5
+
+All this happens in EngineCore. The workers see nothing of a grammar but one bit per token of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minivllm.config import VllmConfig
+from minivllm.exceptions import RequestError
+from minivllm.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from minivllm.core.request import Request
+
+
+class StructuredOutputManager:
+    """Makes grammars, and masks of them.
+
+    Deviation from vLLM: a grammar is compiled when its request is added, and not in a thread while the request waits
+    in a state of its own. That takes about a millisecond for a schema of usual size, a grammar that was used before
+    is only copied, and a wrong one is refused before the request exists.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.model_config = vllm_config.model_config
+        self._backend: GuidanceBackend | None = None
+
+    def grammar_init(self, request: Request) -> None:
+        """Give a request with structured_outputs its grammar.
+
+        Raises:
+            RequestError: what is wrong with the schema or the expression, or which package is missing.
+        """
+        params = request.sampling_params.structured_outputs
+        if params is not None:
+            request.grammar = self.backend.compile_grammar(params)
+
+    @property
+    def backend(self) -> GuidanceBackend:
+        """Made for the first request that needs it: most engines never see one."""
+        if self._backend is None:
+            model_config = self.model_config
+            path = Path(str(model_config.model)) / "tokenizer.json" if model_config is not None else None
+            if model_config is None or path is None or not path.is_file():
+                raise RequestError(
+                    "structured_outputs needs a tokenizer, but the checkpoint has no tokenizer.json"
+                )
+            self._backend = GuidanceBackend(path, model_config.vocab_size, model_config.eos_token_ids)
+        return self._backend
+
+    def grammar_bitmask(self, grammars: Sequence[GuidanceGrammar]) -> np.ndarray:
+        """`[len(grammars), ceil(vocab_size / 32)]` int32: which tokens may come next; bit = token allowed."""
+        bitmask = self.backend.allocate_token_bitmask(len(grammars))
+        for row, grammar in enumerate(grammars):
+            grammar.fill_bitmask(bitmask, row)
+        return bitmask
