@@ -49,18 +49,18 @@ class Request:
         with several batches in flight.
     num_in_flight: scheduled steps whose output has not been processed.
     known_to_workers: the workers hold a slot for it, so its end must be reported to them.
-    """
     grammar: what its output obeys, advanced with each token; None for most requests.
     ended_by_grammar: its last token completed what the grammar describes, and belongs to the text.
     error: why it cannot go on (status FINISHED_ERROR).
+    """
 
     __slots__ = (
         "arrival_time",
-        "eos_token_ids",
         "ended_by_grammar",
-        "known_to_workers",
+        "eos_token_ids",
         "error",
         "grammar",
+        "known_to_workers",
         "max_tokens",
         "min_tokens",
         "num_computed_tokens",
@@ -103,11 +103,11 @@ class Request:
         self.num_tokens = self.num_prompt_tokens
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
-
-        self.num_computed_tokens = 0
         self.grammar: GuidanceGrammar | None = None
         self.ended_by_grammar = False
         self.error: str | None = None
+
+        self.num_computed_tokens = 0
         self.num_output_placeholders = 0
         self.num_in_flight = 0
         self.num_preemptions = 0
@@ -142,12 +142,12 @@ class Request:
         self.output_token_ids.append(token_id)
         self.num_tokens += 1
         num_output_tokens = self.num_tokens - self.num_prompt_tokens
-        if num_output_tokens >= self.min_tokens:
-            if token_id in self.eos_token_ids:
-                self.status = RequestStatus.FINISHED_STOPPED
         # First, since the token that completes a document may also be the last one that max_tokens leaves.
         if self.grammar is not None and self._advance_grammar(self.grammar, token_id):
             return True
+        if num_output_tokens >= self.min_tokens:
+            if token_id in self.eos_token_ids:
+                self.status = RequestStatus.FINISHED_STOPPED
                 return True
             if token_id in self.stop_token_ids:
                 self.status = RequestStatus.FINISHED_STOPPED

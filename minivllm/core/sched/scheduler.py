@@ -197,12 +197,12 @@ class Scheduler:
         """Count the step's tokens as computed at once: the next step may be scheduled before this one has run."""
         request.num_computed_tokens += num_new_tokens
         request.num_in_flight += 1
+        if request.grammar is not None:
+            output.has_structured_output_requests = True
 
     def _preempt_request(self, request: Request, output: SchedulerOutput) -> None:
         """Take all blocks of a request; its tokens are kept and computed again later (V2: as a new request)."""
         self.kv_cache_manager.free(request)
-        if request.grammar is not None:
-            output.has_structured_output_requests = True
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -211,10 +211,6 @@ class Scheduler:
         self.waiting.prepend_request(request)
         output.preempted_req_ids.add(request.request_id)
 
-    # --- its result
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Which tokens the step may choose, for those of its requests that have a grammar and get a token.
 
@@ -237,6 +233,10 @@ class Scheduler:
         assert self.structured_output_manager is not None
         return GrammarOutput(list(rows), self.structured_output_manager.grammar_bitmask(list(rows.values())))
 
+    # --- its result
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
         if tracing.active:
             with tracing.span("scheduler.update_from_output") as span:
@@ -289,12 +289,12 @@ class Scheduler:
             if finished:
                 output.finish_reason = request.status.finish_reason
                 output.stop_reason = request.stop_reason
+                output.ended_by_grammar = request.ended_by_grammar
+                output.error = request.error
                 if request.known_to_workers:
                     any_finished = True
                 else:
                     # Preempted while its last token was in flight.
-                output.ended_by_grammar = request.ended_by_grammar
-                output.error = request.error
                     self.waiting.remove_requests([request])
                 self._free_request(request)
             outputs.append(output)
@@ -349,6 +349,9 @@ class AsyncScheduler(Scheduler):
         if placeholders and num_output_tokens >= request.max_tokens:
             # The token in flight is the last one for sure; another step would be for nothing.
             return 0
+        if placeholders and request.grammar is not None:
+            # What may follow depends on the token in flight.
+            return 0
         return request.num_tokens + placeholders - request.num_computed_tokens
 
     def _advance(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
@@ -359,9 +362,6 @@ class AsyncScheduler(Scheduler):
     def _tokens_arrived(self, request: Request, num_tokens: int) -> None:
         request.num_output_placeholders -= num_tokens
 
-        if placeholders and request.grammar is not None:
-            # What may follow depends on the token in flight.
-            return 0
 
 def _wire_logprobs(rows: LogprobsLists, start: int, end: int) -> EngineCoreLogprobs:
     return EngineCoreLogprobs(rows.token_ids[start:end], rows.logprobs[start:end], rows.ranks[start:end])
