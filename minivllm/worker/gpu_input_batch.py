@@ -302,7 +302,6 @@ class InputBatch:
 
     # --- rows move
 
-    # --8<-- [start:condense]
     def condense(self) -> None:
         """Fill the holes that new requests have left over, from the end of the batch."""
         builder, num_reqs = self.batch_update_builder, self.num_reqs
@@ -337,8 +336,6 @@ class InputBatch:
             MovedRequest(source, target, MoveDirectionality.UNIDIRECTIONAL)
         )
         self.moves.condensed += 1
-
-    # --8<-- [end:condense]
 
     def reorder(self, num_scheduled_tokens: dict[str, int]) -> None:
         """Bring rows with one token to the front, by swapping the first that is not with the last that is."""

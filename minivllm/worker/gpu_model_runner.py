@@ -523,7 +523,6 @@ class GPUModelRunner:
                     )
         return done
 
-    # --8<-- [start:bookkeeping]
     def _bookkeeping_sync(
         self,
         sampled: Tensor,
@@ -550,7 +549,6 @@ class GPUModelRunner:
             batch.token_ids_cpu[row, batch.num_tokens[row]] = token_id
             batch.num_tokens[row] += 1
             self.requests[req_id].output_token_ids.append(token_id)
-        # --8<-- [end:bookkeeping]
         if logprobs is not None:
             on_cpu = logprobs.map(Tensor.cpu)
             for req_id, wanted in batch.num_logprobs.items():
