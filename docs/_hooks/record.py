@@ -72,7 +72,19 @@ def record(name: str) -> None:
             if path.suffix == ".jsonl":
                 text = anonymous(path.read_text(encoding="utf-8"), str(trace))
                 (target / path.name).write_text(text, encoding="utf-8")
+    if name == "tp2":
+        picture(target)
     print(f"{name}: {sum(p.stat().st_size for p in target.iterdir()) // 1024} KiB")
+
+
+def picture(run: Path) -> None:
+    """The timeline that the README and the home page show."""
+    from minivllm.timeline import build_views
+    from minivllm.timeline.export import views_to_svg
+    from minivllm.trace_store import TraceStore
+
+    views = build_views(TraceStore.open(run), ["spawn"])
+    (ROOT / "docs" / "assets" / "spawn.svg").write_text(views_to_svg(views, 110), encoding="utf-8")
 
 
 def anonymous(text: str, trace: str) -> str:
