@@ -41,7 +41,7 @@ from minivllm.exceptions import ExecutorFailedError
 
 @pytest.mark.parametrize("peer", ["sleep", "hold_gil"])
 @scenario()
-def test_D1_L18_killed_while_the_other_is_busy(peer: str) -> None:
+def test_D1_D2_L18_L20_killed_while_the_other_is_busy(peer: str) -> None:
     """Obligation 4: the caller hears at once, with rank, pid, signal, step and call; the callback comes once and
     before the other worker is ended; that one is ended, too, and nothing stays a zombie (D4, L19)."""
     executor = make_executor()

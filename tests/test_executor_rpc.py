@@ -217,6 +217,26 @@ def test_I3_D6_timeout_says_what_the_missing_rank_does() -> None:
         assert executor.collective_rpc("echo", args=(1,), unique_reply_rank=0, non_block=True) is not None
 
 
+@scenario(env={"MINIVLLM_EXECUTE_MODEL_TIMEOUT_S": "0.3"})
+def test_L38_every_step_has_a_limit() -> None:
+    with make_executor() as executor:
+        pid = executor.workers[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for step in (
+                executor.execute_dummy_batch,
+                executor.take_draft_token_ids,
+                lambda: executor.execute_model(None),  # type: ignore[arg-type]
+                lambda: executor.sample_tokens(None),
+            ):
+                with raises(TimeoutError, "0.3 s", f"rank 0 (pid {pid}", within_s=0.6):
+                    step()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        output = executor.sample_tokens(None)
+        assert output is not None and output.req_ids == ["0"]  # type: ignore[union-attr]
+
+
 @scenario()
 def test_I10_health_check_names_the_silent_rank() -> None:
     with make_executor() as executor:
@@ -365,6 +385,22 @@ def test_I4_futures_keep_the_order_and_any_may_be_asked_first() -> None:
         assert third.result() == [2, 2]
         assert first.done() and second.done()
         assert (first.result(), second.result()) == ([0, 0], [1, 1])
+
+
+@scenario()
+def test_I4_a_rank_goes_on_with_the_next_call_while_another_is_busy() -> None:
+    """What fills a pipeline: rank 0 begins the second call before rank 1 has ended the first."""
+
+    def interval(worker: Any, slow: int) -> tuple[float, float]:
+        started = time.monotonic()
+        time.sleep(0.3 if worker.rank == slow else 0.01)
+        return started, time.monotonic()
+
+    with make_executor(tp=1, pp=2) as executor:
+        first = executor.collective_rpc(interval, args=(1,), non_block=True)
+        second = executor.collective_rpc(interval, args=(1,), non_block=True)
+        assert second.result()[0][0] < first.result()[1][1]
+        assert executor.collective_rpc("identify", unique_reply_rank=executor.output_rank)[0] == 1
 
 
 @scenario()

@@ -306,6 +306,15 @@ def test_J1_too_little_shared_memory_is_refused_before_any_worker() -> None:
     assert not children()
 
 
+@scenario(env={"MINIVLLM_MQ_MAX_CHUNK_BYTES": "65536", "MINIVLLM_MQ_MAX_CHUNKS": "3"})
+def test_L39_the_size_of_a_slot_holds_for_every_ring() -> None:
+    with make_executor() as executor:
+        rings = [queue.buffer for queue in (executor.rpc_broadcast_mq, *executor.response_mqs)]
+        assert {(ring.max_chunk_bytes, ring.max_chunks) for ring in rings} == {(65536, 3)}
+        big = bytes(1 << 20)
+        assert executor.collective_rpc("echo", args=(big,)) == [big, big]
+
+
 @scenario()
 def test_unknown_worker_class_is_named() -> None:
     with raises(

@@ -112,6 +112,8 @@ def test_H1_L41_every_step_of_every_process(method: str) -> None:
         # A10: the order of the start-up, too. (The death pipe fires in a thread of its own.)
         rest = iter(span.name for span in spans)
         assert all(step in rest for step in WORKER_STEPS[:-2]), [span.name for span in spans]
+        # L42: one step, one span.
+        assert [span.name for span in spans].count("worker.init") == 1
         names = {span.name for span in spans}
         expected = set(WORKER_STEPS) | ({"worker.close_inherited_fds"} if method == "fork" else set())
         assert expected <= names, expected - names
