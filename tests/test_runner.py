@@ -22,13 +22,10 @@ from runner_harness import (
     assert_logprobs_close,
     local_worker,
     make_config,
-    rendezvous,
 )
 
 from minivllm.assets.make_checkpoint import PRESETS, make_random_checkpoint
-from minivllm.config import ParallelConfig, VllmConfig
 from minivllm.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
-from minivllm.exceptions import ConfigError
 from minivllm.outputs import ModelRunnerOutput
 from minivllm.sampling_params import SamplingParams
 
@@ -204,7 +201,6 @@ def test_a_grammar_decides(worker: LocalWorker) -> None:
 
 def test_start_up_values(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Specs, memory, and a warm-up that leaves no request behind."""
-    from minivllm.worker.gpu_worker import Worker
 
     with local_worker(checkpoint, max_num_seqs=4) as local:
         runner = local.worker.model_runner
@@ -224,11 +220,6 @@ def test_start_up_values(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> No
     local.worker.shutdown()
     with pytest.raises(RuntimeError, match="no model runner"):
         local.worker.check_health()
-    config = make_config(checkpoint)
-    parallel = ParallelConfig(pipeline_parallel_size=2)
-    config = VllmConfig(config.model_config, config.cache_config, parallel, config.scheduler_config)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size above 1"):
-        Worker(config, 0, 0, rendezvous())
 
 
 @pytest.mark.parametrize("limits", [(1, 1, 1), (1, 2, 3), (2, 2, 4), (4, 64, 16)])

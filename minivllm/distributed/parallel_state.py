@@ -15,7 +15,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,36 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from minivllm import envs, tracing
+from minivllm.distributed.cpu_channels import CpuChannels
 from minivllm.distributed.cpu_communicator import CpuCommunicator
 from minivllm.platforms import get_platform
 
 _DEFAULT_TIMEOUT: Final = datetime.timedelta(minutes=30)
+
+
+class Transfer(Protocol):
+    """A broadcast under way."""
+
+    def is_completed(self) -> bool:
+        """Whether wait would return at once."""
+
+    def wait(self) -> Any:
+        """Return when the tensor may be used: on a CPU when it is there, on a GPU once later kernels will wait for it."""
+
+
+class _ShmBroadcast:
+    """A receiver's half of a broadcast through shared memory. Has to be waited for in the order of the broadcasts."""
+
+    __slots__ = ("channels", "tensor")
+
+    def __init__(self, channels: CpuChannels, tensor: Tensor) -> None:
+        self.channels, self.tensor = channels, tensor
+
+    def is_completed(self) -> bool:
+        return self.channels.is_readable(self.channels.tokens)
+
+    def wait(self) -> None:
+        self.channels.read(self.channels.tokens, [self.tensor])
 
 
 class GroupCoordinator:
@@ -63,34 +89,74 @@ class GroupCoordinator:
                 cpu_group = device_group if backend == "gloo" else dist.new_group(ranks, backend="gloo")
                 if ranks is self.ranks:
                     self.device_group, self.cpu_group = device_group, cpu_group
+        self.group_ranks = group_ranks
         self.cpu_communicator: CpuCommunicator | None = None
+        self.cpu_channels: CpuChannels | None = None
+        self.broadcast_group: dist.ProcessGroup | None = None
+        # Sends of torch that may not have been received yet, with their tensors, which must live until then.
+        self._sends: list[tuple[dist.Work | None, Tensor]] = []
         self._all_reduce: Callable[[Tensor], Tensor] = self._torch_all_reduce
         self._all_gather: Callable[[Tensor, int], Tensor] = self._torch_all_gather
 
-    def init_communicator(self, shared_memory_timeout_s: float | None = None) -> None:
-        """Make the first collective, in which NCCL really builds its communicator, and wait for it.
+    def init_communicator(self) -> None:
+        """Make the first collective, in which NCCL really builds its communicator, and wait for it."""
+        self._init_communicator(lambda: self.backend)
+
+    def init_collectives(self, shared_memory_timeout_s: float) -> None:
+        """As init_communicator, for a group that computes together: on a CPU its collectives go through shared memory.
 
         Args:
-            shared_memory_timeout_s: set for a group whose collectives on a CPU shall go through shared memory: how
-                long a rank waits for another one in each of them.
+            shared_memory_timeout_s: how long a rank waits for another one in each of them.
         """
+
+        def transport() -> str:
+            if self.device.type != "cpu" or self.world_size == 1:
+                return self.backend
+            communicator = CpuCommunicator(
+                self.cpu_group, self.ranks, self.rank_in_group, self.unique_name, shared_memory_timeout_s
+            )
+            self.cpu_communicator = communicator
+            self._all_reduce, self._all_gather = communicator.all_reduce, communicator.all_gather
+            return communicator.transport
+
+        self._init_communicator(transport)
+
+    def init_pipeline(self, shared_memory_timeout_s: float) -> None:
+        """As init_communicator, for the stages of a pipeline: on a CPU they talk through shared memory.
+
+        Args:
+            shared_memory_timeout_s: how long a rank waits for another one.
+        """
+
+        def transport() -> str:
+            if self.world_size == 1:
+                return self.backend
+            if self.device.type == "cpu":
+                channels = CpuChannels(
+                    self.cpu_group, self.ranks, self.rank_in_group, self.unique_name, shared_memory_timeout_s
+                )
+                if channels.usable:
+                    self.cpu_channels = channels
+                    return channels.transport
+            # Of their own, or the broadcast of tokens would stand in line with the hidden states of later batches.
+            for ranks in self.group_ranks:
+                group = dist.new_group(ranks, backend=self.backend)
+                if ranks is self.ranks:
+                    self.broadcast_group = group
+            return self.backend
+
+        self._init_communicator(transport)
+
+    def _init_communicator(self, transport: Callable[[], str]) -> None:
         with tracing.span("dist.init_communicator", group=self.unique_name, world_size=self.world_size) as s:
             ones = torch.ones(1, device=self.device)
             dist.all_reduce(ones, group=self.device_group)
             get_platform(self.device.type).synchronize()
             assert ones.item() == self.world_size
-            if shared_memory_timeout_s is not None and self.device.type == "cpu" and self.world_size > 1:
-                communicator = CpuCommunicator(
-                    self.cpu_group, self.ranks, self.rank_in_group, self.unique_name, shared_memory_timeout_s
-                )
-                self.cpu_communicator = communicator
-                self._all_reduce, self._all_gather = communicator.all_reduce, communicator.all_gather
-                s.set(transport=communicator.transport)
-            elif self.backend == "nccl":
+            s.set(transport=transport())
+            if self.backend == "nccl":
                 version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-                s.set(transport="nccl", nccl_version=".".join(map(str, version)))
-            else:
-                s.set(transport=self.backend)
+                s.set(nccl_version=".".join(map(str, version)))
 
     @property
     def first_rank(self) -> int:
@@ -128,6 +194,64 @@ class GroupCoordinator:
                 return self._all_gather(input_, dim)
         return self._all_gather(input_, dim)
 
+    def send_tensor_dict(self, tensor_dict: dict[str, Tensor]) -> None:
+        """Send contiguous tensors to the next rank of the group, without waiting until they are received."""
+        tensors = list(tensor_dict.values())
+        if tracing.active:
+            dst, size = self.ranks[self.rank_in_group + 1], sum(t.nbytes for t in tensors)
+            with tracing.span("dist.send", group=self.unique_name, dst=dst, bytes=size, what="hidden states"):
+                self._send(tensors)
+        else:
+            self._send(tensors)
+
+    def recv_tensor_dict(self, tensor_dict: dict[str, Tensor]) -> None:
+        """Fill contiguous tensors with what the previous rank of the group sends; it has to send the same shapes.
+
+        Deviation from vLLM: no metadata travels. Both stages lay out the same batch, so the receiver knows the shapes.
+        """
+        tensors = list(tensor_dict.values())
+        if tracing.active:
+            src, size = self.ranks[self.rank_in_group - 1], sum(t.nbytes for t in tensors)
+            with tracing.span("dist.recv", group=self.unique_name, src=src, bytes=size, what="hidden states"):
+                self._recv(tensors)
+        else:
+            self._recv(tensors)
+
+    def _send(self, tensors: list[Tensor]) -> None:
+        if self.cpu_channels is not None:
+            assert self.cpu_channels.to_next is not None
+            self.cpu_channels.write(self.cpu_channels.to_next, tensors)
+            return
+        for work, _ in self._sends:
+            if work is not None:
+                work.wait()
+        dst = self.ranks[self.rank_in_group + 1]
+        self._sends = [(dist.isend(tensor, dst, group=self.device_group), tensor) for tensor in tensors]
+
+    def _recv(self, tensors: list[Tensor]) -> None:
+        if self.cpu_channels is not None:
+            assert self.cpu_channels.from_previous is not None
+            self.cpu_channels.read(self.cpu_channels.from_previous, tensors)
+            return
+        src = self.ranks[self.rank_in_group - 1]
+        for tensor in tensors:
+            dist.recv(tensor, src, group=self.device_group)
+
+    def broadcast_from_last(self, tensor: Tensor) -> Transfer | None:
+        """Hand a contiguous tensor from the last rank to all others, which go on with something else meanwhile.
+
+        Returns:
+            What to wait for before `tensor` is used, or on the last rank changed; None: nothing. Transfers have to be
+            waited for in their order.
+        """
+        if self.cpu_channels is None:
+            work: Transfer = dist.broadcast(tensor, self.last_rank, group=self.broadcast_group, async_op=True)
+            return work
+        if self.is_last_rank:
+            self.cpu_channels.write(self.cpu_channels.tokens, [tensor])
+            return None
+        return _ShmBroadcast(self.cpu_channels, tensor)
+
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Hand a picklable object from rank `src` of the group to all of it."""
         if self.world_size == 1:
@@ -143,14 +267,19 @@ class GroupCoordinator:
 
     def abort(self) -> None:
         """Let peers that wait for this rank in a collective fail at once; no collective is possible afterwards."""
-        if self.cpu_communicator is not None:
-            self.cpu_communicator.abort()
+        for shared in (self.cpu_communicator, self.cpu_channels):
+            if shared is not None:
+                shared.abort()
 
     def destroy(self) -> None:
         """Release the shared memory and the torch groups."""
-        if self.cpu_communicator is not None:
-            self.cpu_communicator.close()
-            self.cpu_communicator = None
+        for shared in (self.cpu_communicator, self.cpu_channels):
+            if shared is not None:
+                shared.close()
+        self.cpu_communicator = self.cpu_channels = None
+        self._sends.clear()
+        if self.broadcast_group is not None:
+            dist.destroy_process_group(self.broadcast_group)
         dist.destroy_process_group(self.device_group)
         if self.cpu_group is not self.device_group:
             dist.destroy_process_group(self.cpu_group)
@@ -189,6 +318,13 @@ def get_tp_group() -> GroupCoordinator:
 def get_pp_group() -> GroupCoordinator:
     """The ranks of the pipeline's stages. Raises RuntimeError before initialize_model_parallel."""
     return _need(_PP, "pipeline parallel")
+
+
+def abort_model_parallel() -> None:
+    """Let all ranks that wait for this one, in its stage or in others, fail at once. Before the groups exist: nothing."""
+    for group in (_TP, _PP):
+        if group is not None:
+            group.abort()
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -262,10 +398,10 @@ def initialize_model_parallel(
         raise RuntimeError("the model parallel groups exist already")
     tp_ranks = [list(range(first, first + tp)) for first in range(0, tp * pp, tp)]
     _TP = GroupCoordinator(tp_ranks, world.device, world.backend, "tp")
-    _TP.init_communicator(envs.MINIVLLM_COLLECTIVE_TIMEOUT_S)
+    _TP.init_collectives(envs.MINIVLLM_COLLECTIVE_TIMEOUT_S)
     pp_ranks = [list(range(first, tp * pp, tp)) for first in range(tp)]
     _PP = GroupCoordinator(pp_ranks, world.device, world.backend, "pp")
-    _PP.init_communicator()
+    _PP.init_pipeline(envs.MINIVLLM_COLLECTIVE_TIMEOUT_S)
 
 
 def destroy_model_parallel() -> None:

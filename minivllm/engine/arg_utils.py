@@ -87,8 +87,6 @@ class EngineArgs:
         """Check everything that can be checked without starting a process. Raises ConfigError."""
         if self.speculative_config is not None:
             raise ConfigError("speculative_config is not supported yet; leave it out")
-        if self.pipeline_parallel_size > 1 and self.worker_cls == "auto":
-            raise ConfigError("pipeline_parallel_size above 1 is not supported yet; use tensor_parallel_size")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed={self.seed!r} is not valid: an integer is needed")
         device = resolve_device(self.device)

@@ -1,6 +1,6 @@
 """One rank: its device, its process groups, its model runner.
 
-vLLM 0.25.1: vllm/v1/worker/gpu_worker.py (Worker, init_worker_distributed_environment)
+vLLM 0.25.1: vllm/v1/worker/gpu_worker.py (Worker, AsyncIntermediateTensors, init_worker_distributed_environment)
 Articles: part 1 §4, §5, §8
 """
 
@@ -20,10 +20,12 @@ from minivllm import envs, tracing
 from minivllm.config import VllmConfig
 from minivllm.core.sched.output import GrammarOutput, SchedulerOutput
 from minivllm.distributed import parallel_state
+from minivllm.distributed.parallel_state import GroupCoordinator
 from minivllm.exceptions import ConfigError
 from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from minivllm.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from minivllm.platforms import Platform, get_platform
+from minivllm.sequence import IntermediateTensors
 from minivllm.worker.worker_base import WorkerBase
 
 if TYPE_CHECKING:
@@ -43,11 +45,23 @@ def _abort_peers_on_error(step: F) -> F:
         try:
             return step(self, *args)
         except BaseException:
-            if parallel_state.model_parallel_is_initialized():
-                parallel_state.get_tp_group().abort()
+            parallel_state.abort_model_parallel()
             raise
 
     return cast(F, wrapper)
+
+
+class AsyncIntermediateTensors(IntermediateTensors):
+    """Hidden states that the stage before has not sent yet, perhaps; whoever needs them waits."""
+
+    __slots__ = ("_pp_group",)
+
+    def __init__(self, buffers: IntermediateTensors, pp_group: GroupCoordinator) -> None:
+        super().__init__(buffers.tensors)
+        self._pp_group = pp_group
+
+    def wait_for_comm(self) -> None:
+        self._pp_group.recv_tensor_dict(self.tensors)
 
 
 class Worker(WorkerBase):
@@ -64,11 +78,10 @@ class Worker(WorkerBase):
         is_driver_worker: bool = False,
     ) -> None:
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ConfigError("pipeline_parallel_size above 1 is not supported yet")
         self.platform: Platform = get_platform(vllm_config.device)
         self.init_snapshot = (0, 0)
         self._runner: GPUModelRunnerV1 | GPUModelRunnerV2 | None = None
+        self._pipeline_runner: GPUModelRunnerV2 | None = None
         self._warm_up: Callable[[], list[str]]
 
     @property
@@ -120,7 +133,6 @@ class Worker(WorkerBase):
                 )
             self._init_model_runner(decision.use_v2)
 
-    # --8<-- [start:init_model_runner]
     def _init_model_runner(self, use_v2: bool) -> None:
         """The one place where V1 and V2 part ways; only the one that is used is imported."""
         assert self.device is not None
@@ -129,14 +141,15 @@ class Worker(WorkerBase):
             from minivllm.worker.gpu.warmup import warm_up
 
             runner = GPUModelRunnerV2(self.vllm_config, self.device)
-            self._runner, self._warm_up = runner, functools.partial(warm_up, runner)
+            self._runner = runner
+            if self.parallel_config.pipeline_parallel_size > 1:
+                self._pipeline_runner = runner
+            self._warm_up = functools.partial(warm_up, runner, self.execute_model, self.sample_tokens)
         else:
             from minivllm.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
             self._runner = runner_v1 = GPUModelRunnerV1(self.vllm_config, self.device)
             self._warm_up = runner_v1.warm_up
-
-    # --8<-- [end:init_model_runner]
 
     @_abort_peers_on_error
     @tracing.instrument("worker.load_model")
@@ -204,7 +217,30 @@ class Worker(WorkerBase):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        return self.model_runner.execute_model(scheduler_output)
+        if self._pipeline_runner is not None:
+            return self._execute_stage(self._pipeline_runner, scheduler_output)
+        output = self.model_runner.execute_model(scheduler_output)
+        assert not isinstance(output, IntermediateTensors)
+        return output
+
+    def _execute_stage(
+        self, runner: GPUModelRunnerV2, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | None:
+        """Run this stage's layers, between receiving from the stage before and sending to the next.
+
+        Receiving is left to the runner: it prepares its inputs while the stage before still computes.
+        """
+        pp_group = parallel_state.get_pp_group()
+        intermediate_tensors = None
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if num_tokens and runner.intermediate_tensors is not None:
+            buffers = runner.intermediate_tensors.first(num_tokens)
+            intermediate_tensors = AsyncIntermediateTensors(buffers, pp_group)
+        output = runner.execute_model(scheduler_output, intermediate_tensors)
+        if isinstance(output, IntermediateTensors):
+            pp_group.send_tensor_dict(output.tensors)
+            return None
+        return output
 
     @_abort_peers_on_error
     def sample_tokens(
@@ -231,7 +267,7 @@ class Worker(WorkerBase):
         """Drop runner and groups; idempotent, and right at any point of the start-up."""
         if self._runner is not None:
             self._runner.shutdown()
-            self._runner = None
+            self._runner = self._pipeline_runner = None
         with tracing.span("dist.destroy"):
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()

@@ -63,6 +63,7 @@ class SchedulerOutput:
         scheduled_spec_decode_tokens: request id -> speculative tokens to verify.
         finished_req_ids: requests that ended since the last step; their slots are free again.
         preempted_req_ids: requests whose blocks were taken; they come back as new requests.
+        step: number of the step, by which traces tell batches in flight apart.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -73,6 +74,7 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     has_structured_output_requests: bool = False
+    step: int = 0
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:

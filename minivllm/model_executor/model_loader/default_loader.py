@@ -73,7 +73,11 @@ class DefaultModelLoader:
                 )
         if config.tie_word_embeddings:
             unexpected.discard("lm_head.weight")
-        unexpected = {name for name in unexpected if not name.endswith(_DERIVED)}
+        unexpected = {
+            name
+            for name in unexpected
+            if not name.endswith(_DERIVED) and not model.is_pp_missing_parameter(name)
+        }
         if unexpected:
             name = min(unexpected)
             raise ConfigError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
-from minivllm.distributed.parallel_state import get_tp_group
+from minivllm.distributed.parallel_state import get_pp_group, get_pp_indices, get_tp_group
 from minivllm.model_executor.layers.activation import SiluAndMul
 from minivllm.model_executor.layers.attention import Attention
 from minivllm.model_executor.layers.layer import Layer
@@ -28,6 +28,7 @@ from minivllm.model_executor.layers.logits_processor import LogitsProcessor
 from minivllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from minivllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.model_executor.models.interfaces import CausalLM
+from minivllm.sequence import IntermediateTensors
 
 
 class LlamaMLP(Layer):
@@ -101,7 +102,14 @@ class LlamaDecoderLayer(Layer):
 
 
 class LlamaModel(Layer):
-    """Embedding, layers, final norm."""
+    """The layers of one pipeline stage, with the embedding on the first and the final norm on the last.
+
+    Deviation from vLLM: what belongs to other stages does not exist. There, PPMissingLayer objects hold the places.
+
+    Attributes:
+        layers: by their number in the whole model, so that names are the same on every stage and in the checkpoint.
+        start_layer, end_layer: first layer of this stage, and the one after its last.
+    """
 
     def __init__(
         self,
@@ -112,28 +120,48 @@ class LlamaModel(Layer):
     ) -> None:
         super().__init__()
         assert config.max_model_len is not None
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(
-            layer_cls(config, dtype, device, f"model.layers.{i}") for i in range(config.num_hidden_layers)
+        pp = get_pp_group()
+        self.is_last_stage = pp.is_last_rank
+        self.start_layer, self.end_layer = get_pp_indices(
+            config.num_hidden_layers, pp.rank_in_group, pp.world_size
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        # With tied weights the embedding is the output head as well.
+        if pp.is_first_rank or (pp.is_last_rank and config.tie_word_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): layer_cls(config, dtype, device, f"model.layers.{i}")
+                for i in range(self.start_layer, self.end_layer)
+            }
+        )
+        if pp.is_last_rank:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.max_model_len, config.rope_theta, dtype, device
         )
-        # Iterating a ModuleList looks each layer up by the text of its number.
-        self.layer_list: list[LlamaDecoderLayer] = list(self.layers)  # type: ignore[arg-type]
+        # A list is quicker to walk than a module of modules.
+        self.layer_list: list[LlamaDecoderLayer] = list(self.layers.values())  # type: ignore[arg-type]
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x, residual = self.embed_tokens(input_ids), None
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: IntermediateTensors | None
+    ) -> Tensor | IntermediateTensors:
+        residual: Tensor | None
+        if intermediate_tensors is None:
+            x, residual = self.embed_tokens(input_ids), None
+        else:
+            x, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
         cos, sin = self.rotary_emb.get_cos_sin(positions)
         for layer in self.layer_list:
             x, residual = layer(x, residual, cos, sin, self.rotary_emb)
+        if not self.is_last_stage:
+            assert residual is not None
+            return IntermediateTensors({"hidden_states": x, "residual": residual})
         y: Tensor = self.norm(x, residual)[0]
         return y
 
 
 class LlamaForCausalLM(CausalLM):
-    """The model with its output head."""
+    """The model with its output head, which only the last pipeline stage has."""
 
     packed_modules_mapping: ClassVar[dict[str, dict[str | int, str]]] = {
         "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
@@ -143,21 +171,44 @@ class LlamaForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.hidden_size, self.dtype, self.device = config.hidden_size, dtype, device
+        self.num_hidden_layers = config.num_hidden_layers
         self.model = LlamaModel(config, dtype, device, self.layer_cls)
-        self.lm_head: VocabParallelEmbedding
-        if config.tie_word_embeddings:
-            self.lm_head = self.model.embed_tokens
-        else:
-            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype, device)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        if self.model.is_last_stage:
+            self.lm_head: VocabParallelEmbedding
+            if config.tie_word_embeddings:
+                self.lm_head = self.model.embed_tokens
+            else:
+                self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype, device)
+            self.logits_processor = LogitsProcessor(config.vocab_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden_states: Tensor = self.model(input_ids, positions)
-        return hidden_states
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: IntermediateTensors | None = None
+    ) -> Tensor | IntermediateTensors:
+        output: Tensor | IntermediateTensors = self.model(input_ids, positions, intermediate_tensors)
+        return output
+
+    def make_empty_intermediate_tensors(self, num_tokens: int) -> IntermediateTensors:
+        shape = (num_tokens, self.hidden_size)
+        return IntermediateTensors(
+            {
+                name: torch.zeros(shape, dtype=self.dtype, device=self.device)
+                for name in ("hidden_states", "residual")
+            }
+        )
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.logits_processor(self.lm_head, hidden_states)
         return logits
+
+    def is_pp_missing_parameter(self, name: str) -> bool:
+        if not name.startswith("model.layers."):
+            whole = get_pp_group().world_size == 1
+            return not whole and name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
+        number = name.split(".")[2]
+        if not number.isdecimal() or int(number) >= self.num_hidden_layers:
+            return False
+        return not self.model.start_layer <= int(number) < self.model.end_layer
 
     def attention_layers(self) -> Iterator[Attention]:
         return (layer.self_attn.attn for layer in self.model.layer_list)

@@ -145,11 +145,23 @@ def post_update(batch: InputBatch, states: RequestState, sampled_token_ids: Tens
         sampled_token_ids: `[num_reqs]`; the entries of rows whose prompt is not done yet mean nothing.
     """
     slots, seq_lens = batch.idx_mapping, batch.seq_lens
-    states.num_computed_tokens.gpu.index_copy_(0, slots, seq_lens)
-    states.last_sampled_tokens.index_copy_(0, slots, sampled_token_ids)
+    post_update_num_computed_tokens(batch, states)
     if not batch.all_sampled:
         # The token after a partly computed prompt stands in the prompt already.
         rows = async_copy_to_gpu(np.flatnonzero(batch.is_sampled_np), slots.device)
         slots, seq_lens, sampled_token_ids = slots[rows], seq_lens[rows], sampled_token_ids[rows]
+    post_update_tokens(slots, seq_lens, states, sampled_token_ids)
+
+
+def post_update_num_computed_tokens(batch: InputBatch, states: RequestState) -> None:
+    """The part that can be done before the tokens are known."""
+    states.num_computed_tokens.gpu.index_copy_(0, batch.idx_mapping, batch.seq_lens)
+
+
+def post_update_tokens(
+    slots: Tensor, seq_lens: Tensor, states: RequestState, sampled_token_ids: Tensor
+) -> None:
+    """The part that needs the tokens; all arguments `[n]`, for rows whose token was sampled."""
+    states.last_sampled_tokens.index_copy_(0, slots, sampled_token_ids)
     entry = torch.add(seq_lens, slots, alpha=states.all_token_ids.row_size)
     states.all_token_ids.flat.index_copy_(0, entry, sampled_token_ids.to(torch.int32))

@@ -26,12 +26,20 @@ from minivllm.model_executor.model_loader.default_loader import DTYPES
 from minivllm.model_executor.models.interfaces import CausalLM
 from minivllm.outputs import DraftTokenIds, ModelRunnerOutput
 from minivllm.platforms import get_platform
+from minivllm.sequence import IntermediateTensors
 from minivllm.tracing.spans import NULL as NO_SPAN
 from minivllm.worker.gpu.async_utils import AsyncOutput, make_copy_stream
 from minivllm.worker.gpu.attn_utils import build_dummy_attn_metadata, get_kv_cache_spec, init_kv_cache
 from minivllm.worker.gpu.block_table import BlockTables
-from minivllm.worker.gpu.input_batch import InputBatch, InputBuffers, make_input_batch, post_update
+from minivllm.worker.gpu.input_batch import (
+    InputBatch,
+    InputBuffers,
+    make_input_batch,
+    post_update,
+    post_update_num_computed_tokens,
+)
 from minivllm.worker.gpu.model_states import init_model_state
+from minivllm.worker.gpu.pp_utils import PPHandler
 from minivllm.worker.gpu.sample.output import SamplerOutput
 from minivllm.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from minivllm.worker.gpu.sample.sampler import Sampler
@@ -41,10 +49,11 @@ from minivllm.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 
 class ExecuteModelState(NamedTuple):
-    """What sample_tokens needs of the execute_model before it."""
+    """What sample_tokens needs of the execute_model before it; hidden states on the last pipeline stage only."""
 
     input_batch: InputBatch
-    hidden_states: Tensor
+    hidden_states: Tensor | None
+    step: int
 
 
 class GPUModelRunner:
@@ -65,7 +74,14 @@ class GPUModelRunner:
         self.max_model_len = model_config.max_model_len
         self.max_num_tokens = scheduler_config.max_num_batched_tokens
         self.max_num_reqs = scheduler_config.max_num_seqs
-        self.is_last_pp_rank = get_pp_group().is_last_rank
+        pp_group = get_pp_group()
+        self.is_first_pp_rank, self.is_last_pp_rank = pp_group.is_first_rank, pp_group.is_last_rank
+        self.pp_rank = pp_group.rank_in_group
+        self.pp_handler: PPHandler | None = None
+        if pp_group.world_size > 1:
+            self.pp_handler = PPHandler(pp_group, self.max_num_reqs, device)
+        # Where the hidden states of the stage before arrive; None on the first stage.
+        self.intermediate_tensors: IntermediateTensors | None = None
         with tracing.span(
             "runner.init", max_num_reqs=self.max_num_reqs, max_num_tokens=self.max_num_tokens
         ) as s:
@@ -75,6 +91,7 @@ class GPUModelRunner:
                 max_model_len=self.max_model_len,
                 req_states=f"{self.max_num_reqs} slots of {self.max_model_len + 1} tokens",
                 input_buffers=f"{self.max_num_tokens} tokens",
+                pp_handler="not built: one pipeline stage" if self.pp_handler is None else "built",
             )
         self.output_copy_stream = make_copy_stream(device)
         self.model: CausalLM | None = None
@@ -87,19 +104,25 @@ class GPUModelRunner:
         with tracing.span("runner.init_model_state", is_last_pp_rank=self.is_last_pp_rank) as s:
             self.model_state = init_model_state(self.vllm_config, self.dtype, self.device)
             vocab_size = self.model_config.vocab_size
-            self.sampler = Sampler(
-                self.max_num_reqs,
-                vocab_size,
-                self.device,
-                self.req_states,
-                self.model_config.eos_token_ids,
-                self.model_config.seed,
-            )
-            self.prompt_logprobs_worker = PromptLogprobsWorker(self.max_num_reqs)
-            self.structured_outputs_worker = StructuredOutputsWorker(vocab_size, self.device)
+            self.sampler: Sampler | None = None
+            if self.is_last_pp_rank:
+                self.sampler = Sampler(
+                    self.max_num_reqs,
+                    vocab_size,
+                    self.device,
+                    self.req_states,
+                    self.model_config.eos_token_ids,
+                    self.model_config.seed,
+                )
+                self.prompt_logprobs_worker = PromptLogprobsWorker(self.max_num_reqs)
+                self.structured_outputs_worker = StructuredOutputsWorker(vocab_size, self.device)
+            if not self.is_first_pp_rank:
+                self.intermediate_tensors = self.model.make_empty_intermediate_tensors(self.max_num_tokens)
             s.set(
                 model_state=type(self.model_state).__name__,
-                sampler="built: this is the last pipeline stage",
+                sampler="not built: only the last pipeline stage samples"
+                if self.sampler is None
+                else "built: this is the last pipeline stage",
                 rejection_sampler="not built: no speculative decoding",
             )
 
@@ -127,8 +150,9 @@ class GPUModelRunner:
         num_reqs = min(self.max_num_reqs, num_tokens)
         with tracing.span("runner.profile_run", num_tokens=num_tokens, num_reqs=num_reqs):
             hidden_states = self._dummy_run(num_tokens, num_reqs)
-            logits = self._model.compute_logits(hidden_states[:num_reqs])
-            logits.softmax(dim=-1).sort(dim=-1)
+            if isinstance(hidden_states, Tensor):
+                logits = self._model.compute_logits(hidden_states[:num_reqs])
+                logits.softmax(dim=-1).sort(dim=-1)
             self.platform.synchronize()
 
     @torch.inference_mode()
@@ -136,30 +160,36 @@ class GPUModelRunner:
         """A forward pass of one token for nobody, so that ranks elsewhere find their peers in the collectives."""
         self._dummy_run(num_tokens=1, num_reqs=1)
 
-    def _dummy_run(self, num_tokens: int, num_reqs: int) -> Tensor:
+    def _dummy_run(self, num_tokens: int, num_reqs: int) -> Tensor | IntermediateTensors:
         input_ids = self.input_buffers.input_ids[:num_tokens].zero_()
         positions = self.input_buffers.positions[:num_tokens].zero_()
+        buffers = self.intermediate_tensors
+        received = None if buffers is None else buffers.first(num_tokens)
         with set_forward_context(build_dummy_attn_metadata(num_tokens, num_reqs, self.device)):
-            hidden_states: Tensor = self._model(input_ids, positions)
-            return hidden_states
+            return self._model.forward(input_ids, positions, received)
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Free the slots of requests that left, fill those of new ones, give blocks to both new and old."""
         for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
-            self.req_states.remove_request(req_id)
-            self.prompt_logprobs_worker.remove_request(req_id)
+            slot = self.req_states.remove_request(req_id)
+            if slot is not None and self.pp_handler is not None:
+                self.pp_handler.on_req_idx_freed(slot)
+            if self.sampler is not None:
+                self.prompt_logprobs_worker.remove_request(req_id)
         for request in scheduler_output.scheduled_new_reqs:
             req_id, prompt_len = request.req_id, len(request.prompt_token_ids)
             slot = self.req_states.add_request(
                 req_id, prompt_len, request.prefill_token_ids, request.num_computed_tokens
             )
             self.block_tables.append_block_ids(slot, request.block_ids, overwrite=True)
-            self.sampler.add_request(slot, request)
-            is_resumed = len(request.prefill_token_ids) > prompt_len
-            self.prompt_logprobs_worker.add_request(req_id, slot, request.sampling_params, is_resumed)
+            if self.sampler is not None:
+                self.sampler.add_request(slot, request)
+                is_resumed = len(request.prefill_token_ids) > prompt_len
+                self.prompt_logprobs_worker.add_request(req_id, slot, request.sampling_params, is_resumed)
         if scheduler_output.scheduled_new_reqs:
             self.req_states.apply_staged_writes()
-            self.sampler.apply_staged_writes()
+            if self.sampler is not None:
+                self.sampler.apply_staged_writes()
         cached = scheduler_output.scheduled_cached_reqs
         index, num_computed_tokens_np = (
             self.req_states.req_id_to_index,
@@ -173,13 +203,22 @@ class GPUModelRunner:
             if block_ids is not None:
                 self.block_tables.append_block_ids(slot, block_ids, overwrite=False)
         self.block_tables.apply_staged_writes()
+        if self.pp_handler is not None:
+            slots = [index[req_id] for req_id in cached.req_ids]
+            self.pp_handler.take_sampled_tokens(self.req_states, slots)
 
     @torch.inference_mode()
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Run the model on the scheduled tokens.
 
+        Args:
+            intermediate_tensors: what the pipeline stage before computes for this batch; None on the first.
+
         Returns:
-            None: sample_tokens comes next. An empty output: there was nothing to compute.
+            None: sample_tokens comes next. Hidden states: likewise, and they are for the next pipeline stage. An empty
+            output: there was nothing to compute.
         """
         with tracing.span("runner.execute_model") if tracing.active else NO_SPAN as step:
             with tracing.span("runner.update_states") if tracing.active else NO_SPAN as s:
@@ -204,31 +243,51 @@ class GPUModelRunner:
                         req_ids=str(batch.req_ids),
                         num_tokens_per_req=str(batch.num_scheduled_tokens.tolist()),
                     )
+            if intermediate_tensors is not None:
+                intermediate_tensors.wait_for_comm()
             with (
-                tracing.span("model.forward", graph="none: eager") if tracing.active else NO_SPAN,
+                tracing.span("model.forward", graph="none: eager") if tracing.active else NO_SPAN as s,
                 set_forward_context(attn_metadata),
             ):
-                hidden_states = self._model(**model_inputs)
-            self.execute_model_state = ExecuteModelState(batch, hidden_states)
+                output = self._model.forward(**model_inputs, intermediate_tensors=intermediate_tensors)
+                if tracing.active:
+                    s.set(step=scheduler_output.step, pp_rank=self.pp_rank)
+            hidden_states = output if isinstance(output, Tensor) else None
+            self.execute_model_state = ExecuteModelState(batch, hidden_states, scheduler_output.step)
             if tracing.active:
                 step.set(
-                    num_reqs=batch.num_reqs, num_tokens=batch.num_tokens, decodes=attn_metadata.num_decodes
+                    step=scheduler_output.step,
+                    pp_rank=self.pp_rank,
+                    num_reqs=batch.num_reqs,
+                    num_tokens=batch.num_tokens,
+                    decodes=attn_metadata.num_decodes,
                 )
-        return None
+        return None if isinstance(output, Tensor) else output
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncOutput | None:
         """Choose the tokens of the step that execute_model has run, and advance the states.
 
         Returns:
-            The tokens, perhaps still on their way; None when no step waits for this (its execute_model failed).
+            The tokens, perhaps still on their way; None when no step waits for this (its execute_model failed), and
+            on all pipeline stages but the last, which take the tokens over when they need them.
         """
         if self.execute_model_state is None:
             return None
-        batch, hidden_states = self.execute_model_state
+        batch, hidden_states, step_number = self.execute_model_state
         self.execute_model_state = None
         with tracing.span("runner.sample_tokens") if tracing.active else NO_SPAN as step:
+            if tracing.active:
+                step.set(step=step_number, pp_rank=self.pp_rank, num_reqs=batch.num_reqs)
+            if hidden_states is None:
+                assert self.pp_handler is not None
+                self.pp_handler.receive(batch)
+                post_update_num_computed_tokens(batch, self.req_states)
+                return None
             sampler_output = self.sample(hidden_states, batch, grammar_output)
+            if self.pp_handler is not None:
+                # First of all: other stages may be waiting for it.
+                self.pp_handler.broadcast(batch, sampler_output.sampled_token_ids)
             prompt_logprobs = self.prompt_logprobs_worker.compute_prompt_logprobs(
                 self._model.compute_logits, hidden_states, batch, self.req_states
             )
@@ -243,7 +302,7 @@ class GPUModelRunner:
             with tracing.span("runner.postprocess") if tracing.active else NO_SPAN:
                 post_update(batch, self.req_states, sampler_output.sampled_token_ids)
             if tracing.active:
-                step.set(num_reqs=batch.num_reqs, sampled=int(batch.is_sampled_np.sum()))
+                step.set(sampled=int(batch.is_sampled_np.sum()))
         return output
 
     def sample(
@@ -255,6 +314,7 @@ class GPUModelRunner:
         logits = self._model.compute_logits(hidden_states)
         if grammar_output is not None:
             self.structured_outputs_worker.apply_grammar_bitmask(logits, batch, grammar_output)
+        assert self.sampler is not None
         return self.sampler(logits, batch)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

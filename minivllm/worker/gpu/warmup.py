@@ -6,6 +6,9 @@ Articles: part 1 §8.3
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from minivllm.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.gpu.block_table import NULL_BLOCK
@@ -14,11 +17,18 @@ from minivllm.worker.gpu.model_runner import GPUModelRunner
 _PREFIX = "_warm_up_"
 
 
-def warm_up(runner: GPUModelRunner) -> list[str]:
+def warm_up(
+    runner: GPUModelRunner,
+    execute_model: Callable[[SchedulerOutput], Any],
+    sample_tokens: Callable[[None], Any],
+) -> list[str]:
     """Take requests through the runner as the scheduler would: prefill, chunked prefill, mixed and decode steps, with
     the sampler's operations.
 
     They compute on the null block, and nothing of them is left afterwards.
+
+    Args:
+        execute_model, sample_tokens: the worker's, which exchanges hidden states with other pipeline stages.
 
     Returns:
         What was run, in words.
@@ -56,15 +66,20 @@ def warm_up(runner: GPUModelRunner) -> list[str]:
             scheduled,
             sum(scheduled.values()),
         )
-        _run(runner, output)
+        _run(execute_model, sample_tokens, output)
         for req_id, num_tokens in scheduled.items():
             computed[req_id] += num_tokens
-    _run(runner, SchedulerOutput(finished_req_ids=set(ids)))
+    execute_model(SchedulerOutput(finished_req_ids=set(ids)))
     return [name for name, _, _ in steps]
 
 
-def _run(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
-    if runner.execute_model(scheduler_output) is None:
-        output = runner.sample_tokens(None)
-        assert output is not None
+def _run(
+    execute_model: Callable[[SchedulerOutput], Any],
+    sample_tokens: Callable[[None], Any],
+    scheduler_output: SchedulerOutput,
+) -> None:
+    execute_model(scheduler_output)
+    output = sample_tokens(None)
+    # Only the last pipeline stage has any.
+    if output is not None:
         output.get_output()
