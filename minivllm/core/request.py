@@ -48,6 +48,7 @@ class Request:
     num_output_placeholders: tokens that scheduled steps will sample and nobody has seen yet; above zero only
         with several batches in flight.
     num_in_flight: scheduled steps whose output has not been processed.
+    next_decode_eligible_step: number of the first step in which its next token may be computed (async scheduling).
     known_to_workers: the workers hold a slot for it, so its end must be reported to them.
     grammar: what its output obeys, advanced with each token; None for most requests.
     ended_by_grammar: its last token completed what the grammar describes, and belongs to the text.
@@ -63,6 +64,7 @@ class Request:
         "known_to_workers",
         "max_tokens",
         "min_tokens",
+        "next_decode_eligible_step",
         "num_computed_tokens",
         "num_in_flight",
         "num_output_placeholders",
@@ -110,6 +112,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
         self.num_in_flight = 0
+        self.next_decode_eligible_step = 0
         self.num_preemptions = 0
         self.known_to_workers = False
         # After a preemption the prompt is computed again and its log-probabilities arrive a second time.

@@ -189,14 +189,21 @@ class EngineCore:
             if _has_news(scheduler_output):
                 batch_queue.appendleft(self._start_batch(scheduler_output))
                 if span is not None:
-                    span.set(scheduled=len(scheduler_output.num_scheduled_tokens), in_flight=len(batch_queue))
+                    span.set(
+                        scheduled_step=scheduler_output.step,
+                        scheduled=len(scheduler_output.num_scheduled_tokens),
+                        in_flight=len(batch_queue),
+                    )
                 if len(batch_queue) < self.batch_queue_size and scheduler_output.num_scheduled_tokens:
                     return []
         if not batch_queue:
             return []
         batch = batch_queue.pop()
         if span is not None:
-            span.set(awaited=len(batch.scheduler_output.num_scheduled_tokens))
+            span.set(
+                awaited_step=batch.scheduler_output.step,
+                awaited=len(batch.scheduler_output.num_scheduled_tokens),
+            )
         model_output = batch.result()
         if model_output is None:
             return []

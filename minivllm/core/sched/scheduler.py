@@ -49,6 +49,8 @@ class Scheduler:
         self.max_num_running_reqs = self.scheduler_config.max_num_seqs
         self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens
         self.kv_cache_manager = KVCacheManager(num_gpu_blocks, vllm_config.cache_config.block_size)
+        self.pp_size = vllm_config.parallel_config.pipeline_parallel_size
+        self.current_step = 0
         self.requests: dict[str, Request] = {}
         self.waiting = FCFSRequestQueue()
         self.running: list[Request] = []
@@ -104,6 +106,7 @@ class Scheduler:
             with tracing.span("scheduler.schedule") as span:
                 output = self._schedule()
                 span.set(
+                    step=output.step,
                     num_reqs=len(output.num_scheduled_tokens),
                     num_tokens=output.total_num_scheduled_tokens,
                     num_new=len(output.scheduled_new_reqs),
@@ -116,7 +119,8 @@ class Scheduler:
 
     def _schedule(self) -> SchedulerOutput:
         token_budget = self.max_num_scheduled_tokens
-        output = SchedulerOutput(finished_req_ids=self.finished_req_ids)
+        self.current_step += 1
+        output = SchedulerOutput(finished_req_ids=self.finished_req_ids, step=self.current_step)
         self.finished_req_ids = set()
 
         token_budget = self._schedule_running(output, token_budget)
@@ -341,9 +345,15 @@ class AsyncScheduler(Scheduler):
 
     That works because the workers keep sampled tokens on the device: a step needs to be told only how many
     tokens a request has, and placeholders count those that nobody here has seen.
+
+    With a pipeline, a request decodes at most once in as many steps as there are stages: its next token can enter
+    the first stage only when the one before has left the last. Without that rule all requests would soon be in every
+    batch, each batch would wait for the one before, and one stage at a time would work.
     """
 
     def _num_new_tokens(self, request: Request) -> int:
+        if self.current_step < request.next_decode_eligible_step:
+            return 0
         placeholders = request.num_output_placeholders
         num_output_tokens = request.num_tokens - request.num_prompt_tokens + placeholders
         if placeholders and num_output_tokens >= request.max_tokens:
@@ -358,6 +368,7 @@ class AsyncScheduler(Scheduler):
         super()._advance(request, num_new_tokens, output)
         if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
             request.num_output_placeholders += 1
+            request.next_decode_eligible_step = self.current_step + self.pp_size
 
     def _tokens_arrived(self, request: Request, num_tokens: int) -> None:
         request.num_output_placeholders -= num_tokens
