@@ -27,6 +27,17 @@ def test_stores_that_become_visible_late(memory: str, readers: int, chunks: int,
     assert not result.violation, "\n".join(result.steps)
 
 
+@pytest.mark.parametrize(
+    ("memory", "readers", "chunks", "messages"),
+    [("sc", 1, 2, 3), ("sc", 2, 1, 1), ("tso", 1, 1, 2), ("pso", 1, 1, 2)],
+)
+def test_large_messages_that_are_read_while_they_are_written(
+    memory: str, readers: int, chunks: int, messages: int
+) -> None:
+    result = explore(Ring(readers, chunks, messages, large=True), memory)
+    assert not result.violation, "\n".join(result.steps)
+
+
 TORN = "expects message"
 STUCK = "nobody can go on"
 
@@ -35,6 +46,7 @@ WRONG = [
     ("written-before-data", "sc", 1, 1, 1, TORN),
     ("flags-after-written", "sc", 1, 1, 2, TORN),
     ("read-flag-before-data", "sc", 1, 1, 2, TORN),
+    ("progress-before-part", "sc", 1, 1, 1, TORN),
     ("one-reader-awaited", "sc", 2, 1, 2, TORN),
     ("no-look-after-flag", "sc", 1, 1, 1, STUCK),
     ("word-after-flag", "sc", 1, 1, 1, STUCK),
@@ -52,7 +64,11 @@ WRONG = [
 def test_a_wrong_protocol_is_found(
     variant: str, memory: str, readers: int, chunks: int, messages: int, failure: str
 ) -> None:
-    result = explore(Ring(readers, chunks, messages, variant), memory, shortest=messages < 3)
+    result = explore(
+        Ring(readers, chunks, messages, variant, variant.startswith("progress")),
+        memory,
+        shortest=messages < 3,
+    )
     assert failure in result.violation
     assert result.steps
 

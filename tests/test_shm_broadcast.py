@@ -16,7 +16,7 @@ import pytest
 from mq_helpers import FailsToLoad, cpu_seconds, equal, queue
 from scenario import Skip, raises, scenario, wait_until
 
-from minivllm.distributed import mq_overflow, shm_segment
+from minivllm.distributed import mq_overflow, mq_stream, shm_segment
 from minivllm.distributed.shm_broadcast import (
     MessageDecodeError,
     MessageQueue,
@@ -240,6 +240,121 @@ class SlowToLoad:
 def _slow() -> str:
     time.sleep(0.5)
     return "slow"
+
+
+# Large messages, which are read while they are written
+
+
+class Pause:
+    """Stops the writer of a large message in the middle, until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None = None) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        real = mq_stream.write
+
+        def write(pieces: list[Any], view: memoryview, words: memoryview) -> None:
+            def slow() -> Any:
+                for piece in pieces:
+                    with memoryview(piece) as whole:
+                        half = len(whole) // 2
+                        yield bytes(whole[:half])
+                        if half > 10_000:
+                            self.reached.set()
+                            assert self.go.wait(10)
+                            if error is not None:
+                                raise error
+                        yield bytes(whole[half:])
+
+            real(slow(), view, words)
+
+        monkeypatch.setattr(mq_stream, "write", write)
+
+
+LARGE: list[Any] = [
+    b"in one piece" * 60_000,
+    ["before", b"in band" * 60_000, "after"],
+    {"a": np.arange(80_000), "b": np.ones(30_000), "c": bytearray(b"z" * 90_000)},
+    "text" * 100_000,
+    b"raw" * 10_000,
+]
+
+
+@pytest.mark.parametrize("obj", LARGE, ids=["bytes", "in band", "out of band", "text", "raw"])
+def test_a_reader_follows_the_writer(obj: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has half of the message, waits for the rest, times out without consuming anything, and gets it whole."""
+    with queue(1, max_chunk_bytes=CHUNK, max_chunks=2) as (writer, (reader,)):
+        for _ in range(3):
+            pause = Pause(monkeypatch)
+            thread, errors = in_thread(lambda: writer.enqueue(obj))
+            assert pause.reached.wait(5)
+            for timeout in (0, 0.1):
+                with raises(TimeoutError, "reader rank 0 waits for the writer", within_s=0.4):
+                    reader.dequeue(timeout=timeout)
+            threading.Timer(0.1, pause.go.set).start()
+            assert equal(reader.dequeue(timeout=5), obj)
+            thread.join()
+            assert not errors
+            monkeypatch.undo()
+
+
+@pytest.mark.parametrize("obj", LARGE, ids=["bytes", "in band", "out of band", "text", "raw"])
+def test_an_interrupted_writer_has_sent_nothing(obj: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the copy: readers, also one that has read half of it, go on with the next message."""
+    with queue(2, max_chunk_bytes=CHUNK, max_chunks=2) as (writer, readers):
+        pause = Pause(monkeypatch, KeyboardInterrupt)
+        thread, errors = in_thread(lambda: writer.enqueue(obj))
+        assert pause.reached.wait(5)
+        got: list[Any] = []
+        taker, _ = in_thread(lambda: got.append(readers[0].dequeue(timeout=5)))
+        time.sleep(0.1)
+        pause.go.set()
+        thread.join()
+        assert isinstance(errors[0], KeyboardInterrupt)
+        monkeypatch.undo()
+        writer.enqueue("next")
+        taker.join()
+        assert got == ["next"] and readers[1].dequeue(timeout=5) == "next"
+        writer.enqueue(obj)
+        assert all(equal(reader.dequeue(timeout=5), obj) for reader in readers)
+
+
+def test_shutdown_in_the_middle_of_a_large_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L25: what vLLM waits for without an end, an announced payload that does not come."""
+    with queue(1, max_chunk_bytes=CHUNK) as (writer, (reader,)):
+        pause = Pause(monkeypatch)
+        thread, errors = in_thread(lambda: writer.enqueue(b"x" * 200_000))
+        assert pause.reached.wait(5)
+        threading.Timer(0.2, lambda: reader.shutdown("enough")).start()
+        with raises(MessageQueueClosed, "enough", within_s=0.5):
+            reader.dequeue()
+        pause.go.set()
+        thread.join()
+        assert not errors
+
+
+class RaisesOnLoad:
+    """Errors of a message's own that look like those of a wait."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def __reduce__(self) -> Any:
+        return (_raise, (self.kind, b"x" * 100_000))
+
+
+def _raise(kind: type[Exception], _: bytes) -> None:
+    raise kind("from within the message")
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, MessageQueueClosed])
+def test_errors_of_a_message_are_not_those_of_the_wait(kind: type[Exception]) -> None:
+    for chunk in (CHUNK, 1 << 20):
+        with queue(1, max_chunk_bytes=chunk) as (writer, (reader,)):
+            writer.enqueue(RaisesOnLoad(kind))
+            writer.enqueue("next")
+            with pytest.raises(MessageDecodeError, match="from within the message"):
+                reader.dequeue()
+            assert reader.dequeue() == "next"
 
 
 # Deadlines
@@ -621,8 +736,9 @@ def test_a_writer_that_closes_takes_unread_overflow_with_it() -> None:
         writer.enqueue(b"x" * 100_000)
         writer.shutdown()
         assert reader.dequeue() == "small"
-        with pytest.raises(MessageDecodeError, match="closed before its message"):
-            reader.dequeue()
+        for _ in range(2):
+            with pytest.raises(MessageQueueClosed, match="closed before its message"):
+                reader.dequeue()
 
 
 def test_too_little_shared_memory_is_said_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

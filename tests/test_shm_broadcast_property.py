@@ -110,9 +110,12 @@ class Queue(RuleBasedStateMachine):
             got = reader.dequeue(timeout=timeout)
         except TimeoutError:
             assert not waiting, "there is a message"
-        except MessageDecodeError as error:
+        except MessageQueueClosed as error:
+            if not (waiting and self.writer_closed and "closed before" in str(error)):
+                raise
+        except MessageDecodeError:
             kind, _ = waiting.popleft()
-            if kind != "fails to load" and not (self.writer_closed and "closed before" in str(error)):
+            if kind != "fails to load":
                 raise
         else:
             kind, expected = waiting.popleft()

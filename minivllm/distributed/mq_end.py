@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from minivllm.distributed.mq_stream import WaitEnded
 from minivllm.distributed.mq_wait import Patience, process_state
 from minivllm.distributed.shm_ring import ShmRingBuffer, SlotState
 from minivllm.exceptions import MessageQueueClosed
@@ -168,6 +169,21 @@ class QueueEnd:
             ring.sleeping_offset + self.local_reader_rank,
             idle=indefinite and cancel is None,
         )
+
+    def _wait_for_more(
+        self, ready: Callable[[], bool], deadline: float | None, cancel: threading.Event | None
+    ) -> None:
+        """A large message is announced and not yet there as a whole."""
+        ring = self.buffer
+        try:
+            ring.readers_wake.wait(
+                ready,
+                deadline,
+                lambda: self._patience(deadline, self._late_writer, cancel),
+                ring.sleeping_offset + self.local_reader_rank,
+            )
+        except Exception as error:
+            raise WaitEnded(error) from None
 
     def _patience(
         self,

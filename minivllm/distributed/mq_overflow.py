@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
+from minivllm.distributed.mq_stream import PROGRESS, WaitEnded
 from minivllm.distributed.shm_ring import LINE_BYTES, ShmRingBuffer
 from minivllm.distributed.shm_segment import SharedSegment
 from minivllm.distributed.wakeup import memory_fence
@@ -29,10 +30,10 @@ _KEEP_BYTES: Final = 32 << 20
 _IDLE_LAPS: Final = 64
 
 
-class _Block:
+class Block:
     """A segment of the writer: `message` is the number of the message it holds, or held last."""
 
-    __slots__ = ("message", "number", "one_off", "segment", "slot", "token", "view")
+    __slots__ = ("message", "number", "one_off", "segment", "slot", "token", "view", "words")
 
     def __init__(self, number: int, segment: SharedSegment, one_off: bool) -> None:
         self.number = number
@@ -41,6 +42,7 @@ class _Block:
         self.token = secrets.token_bytes(16)
         segment.mm[:16] = self.token
         self.view = memoryview(segment.mm)
+        self.words = self.view[:LINE_BYTES].cast("Q")
         self.message = -1
         self.slot = 0
 
@@ -49,6 +51,7 @@ class _Block:
         return _RECORD.pack(self.number, self.segment.size, self.token, self.one_off, len(name)) + name
 
     def close(self) -> None:
+        self.words.release()
         self.view.release()
         self.segment.close()
 
@@ -67,12 +70,12 @@ class OverflowWriter:
 
     def __init__(self, ring: ShmRingBuffer, limit_bytes: int) -> None:
         self._ring = ring
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
         self._next_number = 1
         self._last_lap = 0
         self.limit_bytes = limit_bytes
 
-    def take(self, size: int, message: int, wait_for: Callable[[int], None]) -> _Block:
+    def take(self, size: int, message: int, wait_for: Callable[[int], None]) -> Block:
         """A block with room for `size` bytes, marked as holding message number `message`.
 
         Args:
@@ -91,11 +94,12 @@ class OverflowWriter:
             block = min(fitting, key=lambda b: b.segment.size)
         else:
             block = self._create(_round_up(size))
+        block.words[PROGRESS] = 0
         block.message = message
         block.slot = message % self._ring.max_chunks
         return block
 
-    def _create(self, size: int) -> _Block:
+    def _create(self, size: int) -> Block:
         kept = [block for block in self._blocks if not block.one_off]
         if kept and size <= _KEEP_BYTES and all(block.segment.size < size for block in kept):
             # Outgrown: the new one takes the place of all that are kept.
@@ -105,7 +109,7 @@ class OverflowWriter:
         segment = SharedSegment.create(
             size, "the size of the message", anonymous=self._ring.all_see_descriptors()
         )
-        block = _Block(self._next_number, segment, one_off)
+        block = Block(self._next_number, segment, one_off)
         self._next_number += 1
         self._blocks.append(block)
         return block
@@ -116,7 +120,7 @@ class OverflowWriter:
         for block in self._blocks:
             block.one_off = True
 
-    def _is_busy(self, block: _Block, message: int) -> bool:
+    def _is_busy(self, block: Block, message: int) -> bool:
         # A slot that was written again since was read by all before.
         in_ring = message - block.message < self._ring.max_chunks
         return block.message >= 0 and in_ring and not self._ring.is_free(block.slot)
@@ -152,14 +156,14 @@ class OverflowReader:
 
     def __init__(self, ring: ShmRingBuffer) -> None:
         self._ring = ring
-        self._segments: dict[int, tuple[SharedSegment, memoryview]] = {}
+        self._segments: dict[int, tuple[SharedSegment, memoryview, memoryview]] = {}
         self._last = (0, False)
 
-    def open(self, record: memoryview) -> memoryview:
-        """The memory of the segment that a slot announces.
+    def open(self, record: memoryview) -> tuple[memoryview, memoryview]:
+        """The memory of the segment that a slot announces, as bytes and (its first line) as words.
 
         Raises:
-            MessageQueueClosed: the writer is gone and took the segment with it.
+            WaitEnded: the writer is gone and took the segment with it.
         """
         number, size, token, one_off, name_bytes = _RECORD.unpack_from(record)
         self._last = (number, one_off)
@@ -168,14 +172,14 @@ class OverflowReader:
             try:
                 segment = SharedSegment.attach(name, size)
             except FileNotFoundError:
-                raise MessageQueueClosed(
-                    f"the writer closed before its message of {size} bytes was read"
-                ) from None
+                gone = MessageQueueClosed(f"the writer closed before its message of {size} bytes was read")
+                raise WaitEnded(gone) from None
             if segment.mm[:16] != token:
                 segment.close()
-                raise MessageQueueClosed(f"{name} is not the announced overflow segment any more")
-            self._segments[number] = (segment, memoryview(segment.mm))
-        return self._segments[number][1]
+                raise WaitEnded(MessageQueueClosed(f"{name} is not the announced overflow segment any more"))
+            view = memoryview(segment.mm)
+            self._segments[number] = (segment, view, view[:LINE_BYTES].cast("Q"))
+        return self._segments[number][1:]
 
     def done(self, slot: int) -> None:
         """After this reader's flag for the message that was opened last is set: drop what will not be used again."""
@@ -203,7 +207,8 @@ class OverflowReader:
         return len(self._segments)
 
     def _drop(self, number: int) -> None:
-        segment, view = self._segments.pop(number)
+        segment, view, words = self._segments.pop(number)
+        words.release()
         view.release()
         segment.close()
 

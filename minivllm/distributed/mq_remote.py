@@ -92,7 +92,9 @@ class _Endpoint:
         self.poller.register(self.socket, zmq.POLLIN)
         self.poller.register(self._wake_read, zmq.POLLIN)
         self._sockets = [self.socket]
-        self.close = weakref.finalize(self, _close, self._sockets, context, (self._wake_read, self._wake_write))
+        self.close = weakref.finalize(
+            self, _close, self._sockets, context, (self._wake_read, self._wake_write)
+        )
 
     def watch_connection(self) -> Any:
         """A socket that becomes readable when the connection is lost."""

@@ -41,6 +41,7 @@ VARIANTS: Final = {
     "counted-bump": "wakers count the wake word up, which is a load and a store, instead of storing values of their own",
     "one-reader-awaited": "the writer waits for one reader instead of all",
     "fence-as-in-vllm": "the fence stands between clearing the reader flags and setting the written flag",
+    "progress-before-part": "the progress of a large message is stored before the part is there",
     "no-fence-in-notify": "no fence between lowering the sleep flag and changing the wake word",
     "no-fence-before-look": "no fence between the sleep flag and the sleeper's last look",
     "no-fence-before-sleep-flag": "no fence between the written or reader flag and the look at the sleep flag",
@@ -108,12 +109,16 @@ Instruction = Load | Store | StoreNext | Fence | Wait | Wake | Jump | Expect | F
 
 @dataclass(frozen=True)
 class Ring:
-    """What is explored: one writer that sends messages 1, 2, … to readers through slots."""
+    """What is explored: one writer that sends messages 1, 2, … to readers through slots.
+
+    With `large` each message lies in a segment, is announced before it is written, and read part by part (mq_stream).
+    """
 
     readers: int = 2
     chunks: int = 2
     messages: int = 3
     variant: str = ""
+    large: bool = False
 
     def writer(self) -> list[Instruction]:
         code: list[Instruction] = []
@@ -130,14 +135,21 @@ class Ring:
                 Load(0, written),
                 Jump(f"take {message}", lambda r: not r[0]),
             ]
-            code += look + self._sleep("writer", look, message) + [Label(f"take {message}"), Forget()]
+            code += look + self._sleep("writer", look, str(message)) + [Label(f"take {message}"), Forget()]
 
             clear_written: list[Instruction] = [Store(written, 0)]
             data: list[Instruction] = [Store(f"slot {slot} data {half}", message) for half in "ab"]
             clear_flags: list[Instruction] = [Store(flag, 0) for flag in flags]
             fence: list[Instruction] = [Fence()]
             publish: list[Instruction] = [Store(written, 1)]
-            if self.variant == "written-before-data":
+            if self.large:
+                code += [*clear_written, Store(f"slot {slot} progress", 0), *fence, *clear_flags, *publish]
+                code += self._wake("readers", 0, message, "announced")
+                for part, store in enumerate(data, 1):
+                    progress: list[Instruction] = [Store(f"slot {slot} progress", part)]
+                    early = self.variant == "progress-before-part"
+                    code += [*progress, *fence, store] if early else [store, *fence, *progress]
+            elif self.variant == "written-before-data":
                 code += clear_written + fence + clear_flags + publish + data
             elif self.variant == "flags-after-written":
                 code += clear_written + data + fence + publish + fence + clear_flags
@@ -168,10 +180,20 @@ class Ring:
                 else item
                 for item in look
             ]
-            code += look + self._sleep("readers", again, message) + [Label(f"take {message}"), Forget()]
-            take: list[Instruction] = [
-                Load(0, f"slot {slot} data a"),
-                Load(1, f"slot {slot} data b"),
+            code += look + self._sleep("readers", again, str(message)) + [Label(f"take {message}"), Forget()]
+            take: list[Instruction] = []
+            for part, half in enumerate("ab", 1):
+                if self.large:
+                    name = f"{message}{half}"
+                    progress: list[Instruction] = [
+                        Load(2, f"slot {slot} progress"),
+                        Jump(f"take {name}", _at_least(part)),
+                    ]
+                    take += (
+                        progress + self._sleep("readers", progress, name, keep=True) + [Label(f"take {name}")]
+                    )
+                take.append(Load(part - 1, f"slot {slot} data {half}"))
+            take += [
                 Expect(
                     lambda r, m=message: r[0] == r[1] == m,  # type: ignore[misc]
                     f"reader {reader} expects message {message} and gets halves {{0}} and {{1}}",
@@ -184,15 +206,17 @@ class Ring:
             code += self._wake("writer", 1 + reader, message)
         return code
 
-    def _sleep(self, who: str, look: list[Instruction], message: int) -> list[Instruction]:
+    def _sleep(self, who: str, look: list[Instruction], name: str, keep: bool = False) -> list[Instruction]:
         """SpinCondition._sleep: falls through when woken or when the wake word has changed; loops to its start."""
-        start: list[Instruction] = [Label(f"sleep {message}"), Forget()]
+        start: list[Instruction] = [Label(f"sleep {name}")]
+        if not keep:
+            start.append(Forget())
         word: list[Instruction] = [Load(3, f"{who} word")]
         flag: list[Instruction] = [Store(f"{who} asleep", 1)]
         fence: list[Instruction] = [Fence()]
         wait: list[Instruction] = [
             Wait(f"{who} word", 3),
-            Jump(f"sleep {message}", lambda _: True),
+            Jump(f"sleep {name}", lambda _: True),
         ]
         if self.variant == "no-fence-before-look":
             fence = []
@@ -203,12 +227,13 @@ class Ring:
             return [*start, *flag, *fence, *look, *word, *wait]
         return [*start, *word, *flag, *fence, *look, *wait]
 
-    def _wake(self, who: str, waker: int, message: int) -> list[Instruction]:
+    def _wake(self, who: str, waker: int, message: int, label: str = "done") -> list[Instruction]:
         """The hot path's look at the sleep flag, and SpinCondition.notify."""
-        label = f"done {message}"
+        value = 2 * message + (label == "done")
+        label = f"{label} {message}"
         fence: list[Instruction] = [] if self.variant == "no-fence-before-sleep-flag" else [Fence()]
         lower: list[Instruction] = [Store(f"{who} asleep", 0)]
-        bump: list[Instruction] = [Store(f"{who} word", message * (1 + self.readers) + waker)]
+        bump: list[Instruction] = [Store(f"{who} word", value * (1 + self.readers) + waker)]
         if self.variant == "no-bump":
             bump = []
         if self.variant == "counted-bump":
@@ -231,11 +256,17 @@ class Ring:
         for slot in range(self.chunks):
             memory |= {f"slot {slot} written": 0, f"slot {slot} data a": 0, f"slot {slot} data b": 0}
             memory |= {f"slot {slot} read by {reader}": fresh for reader in range(self.readers)}
+            if self.large:
+                memory[f"slot {slot} progress"] = 0
         return memory
 
 
 def _all_set(count: int) -> Callable[[tuple[int, ...]], bool]:
     return lambda registers: all(registers[:count])
+
+
+def _at_least(part: int) -> Callable[[tuple[int, ...]], bool]:
+    return lambda registers: registers[2] >= part
 
 
 @dataclass
@@ -410,9 +441,9 @@ class Explorer:
             return found  # a fence, and the kernel, wait until all stores are visible
         elif kind is Wait:
             if memory[item[1]] == registers[item[2]]:
-                found.append((memory, _put(processes, index, (pc, _REGISTERS, buffer, item[1]))))
+                found.append((memory, _put(processes, index, (pc, (*registers[:2], 0, 0), buffer, item[1]))))
                 return found
-            registers = _REGISTERS
+            registers = (*registers[:2], 0, 0)
         elif kind is Wake:
             woken = item[1]
         try:
@@ -495,9 +526,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--readers", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--messages", type=int, default=3)
+    parser.add_argument("--large", action="store_true", help="messages that are read while they are written")
     parser.add_argument("--memory", choices=MEMORIES, default="sc")
     options = parser.parse_args(arguments)
-    ring = Ring(options.readers, options.chunks, options.messages, options.variant)
+    ring = Ring(options.readers, options.chunks, options.messages, options.variant, options.large)
     result = explore(ring, options.memory)
     print(
         f"{options.readers} readers, {options.chunks} slots, {options.messages} messages: {result.states} states"

@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from minivllm import envs, tracing
-from minivllm.distributed import mq_traced
+from minivllm.distributed import mq_stream, mq_traced
 from minivllm.distributed.mq_codec import OVERFLOW, RAW, TRACED, MessagePickler, decode, loads
 from minivllm.distributed.mq_end import QueueEnd
-from minivllm.distributed.mq_overflow import OverflowReader, OverflowWriter
+from minivllm.distributed.mq_overflow import Block, OverflowReader, OverflowWriter
+from minivllm.distributed.mq_stream import AbandonedMessage, WaitEnded
 from minivllm.distributed.mq_traced import Timing, now_ns
 from minivllm.distributed.shm_ring import (
     CONTEXT_BYTES,
-    LINE_BYTES,
     READERS_ASLEEP,
     WRITER_ASLEEP,
     ShmRingBuffer,
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Handle", "MessageDecodeError", "MessageQueue", "MessageQueueClosed", "ShmRingBuffer", "SlotState"]
+
+SMALL_BYTES: Final = (
+    64 << 10
+)  # bytes objects up to this are copied as they are; larger ones the pickler passes on uncopied
 
 
 @dataclass
@@ -200,7 +204,7 @@ class MessageQueue(QueueEnd):
         try:
             if self.shutting_down:
                 raise MessageQueueClosed(self.reason)
-            if type(obj) is bytes:
+            if type(obj) is bytes and len(obj) <= SMALL_BYTES:
                 payload, kind = obj, RAW
             else:
                 self._dump(obj)
@@ -226,9 +230,10 @@ class MessageQueue(QueueEnd):
             # Transition a of the ring: nobody but this process looks at the slot from here on.
             mm[written] = 0
             size = len(payload)
+            large = None
             if size > ring.max_chunk_bytes or self._pieces or self._buffers:
                 self._pieces.append(payload)
-                message = self._place(kind, view, deadline)
+                message, large = self._place(kind, view, deadline)
             else:
                 mm[data : data + size] = payload
                 message = size << 8 | kind
@@ -245,6 +250,8 @@ class MessageQueue(QueueEnd):
             # No call between these lines: a signal handler that raises must not come in between.
             mm[written] = 1
             self.current_idx = following
+            if large is not None:
+                self._write_large(*large)
             if not following:
                 self._lap += 1
                 self._overflow_writer.on_lap(self._lap)
@@ -271,12 +278,14 @@ class MessageQueue(QueueEnd):
         except ValueError:
             pass  # closed by another thread in this moment, which wakes everybody
 
-    def _place(self, kind: int, view: memoryview, deadline: float | None) -> int:
-        """Copy a message of several pieces to the slot, or to an overflow segment that the slot then names."""
+    def _place(
+        self, kind: int, view: memoryview, deadline: float | None
+    ) -> tuple[int, tuple[Block, list[Any]] | None]:
+        """The message word of a message of several pieces, which are copied to the slot; or if they are too large for it,
+        the slot gets the address of a block, and block and pieces are returned."""
         pieces, out_of_band = self._pickler.take()
         size = sum(map(len, pieces))
         message = size << 8 | kind | out_of_band
-        offset = 0
         if size > len(view):
             position = self._lap * self.buffer.max_chunks + self.current_idx
             block = self._overflow_writer.take(
@@ -284,13 +293,20 @@ class MessageQueue(QueueEnd):
             )
             record = block.record()
             view[: len(record)] = record
-            view, offset = block.view, LINE_BYTES
-            message |= OVERFLOW
+            return message | OVERFLOW, (block, pieces)
+        offset = 0
         for piece in pieces:
             end = offset + len(piece)
             view[offset:end] = piece
             offset = end
-        return message
+        return message, None
+
+    def _write_large(self, block: Block, pieces: list[Any]) -> None:
+        """The slot is announced already: readers follow part by part, see mq_stream."""
+        memory_fence()
+        if self.buffer.mm[READERS_ASLEEP]:
+            self.buffer.readers_wake.notify()
+        mq_stream.write(pieces, block.view, block.words)
 
     def _frames(self, payload: Any) -> list[Any]:
         """A message for remote readers: the pickle or raw bytes, then each out-of-band buffer."""
@@ -332,45 +348,51 @@ class MessageQueue(QueueEnd):
             if reader < 0:
                 return self._receive(deadline, cancel, indefinite, _timing)
             mm = ring.mm
-            index = self.current_idx
-            written, first, _, word, data, view, following = ring.slots[index]
-            mine = first + reader
-            if mm[mine] or not mm[written]:
-                slept_ns = self._wait_until_written(index, deadline, cancel, indefinite)
+            while True:
+                index = self.current_idx
+                written, first, _, word, data, view, following = ring.slots[index]
+                mine = first + reader
+                if mm[mine] or not mm[written]:
+                    slept_ns = self._wait_until_written(index, deadline, cancel, indefinite)
+                    if _timing is not None:
+                        _timing.slept_ns = slept_ns
                 if _timing is not None:
-                    _timing.slept_ns = slept_ns
-            if _timing is not None:
-                _timing.ready = now_ns()
-            # Transition c: the flag before the message that it announces.
-            if WEAK_MEMORY_ORDER:
-                memory_fence()
-            message = ring.words[word]
-            kind = message & 255
-            failure = None
-            try:
-                if not kind:
-                    obj = loads(view)
-                    self.last_context = b""
-                elif kind == RAW:
-                    obj = mm[data : data + (message >> 8)]
-                    self.last_context = b""
-                else:
-                    obj = self._take(message, word, view)
-            except Exception as error:
-                # A KeyboardInterrupt passes: then the message is still there next time.
-                failure = error
-            if WEAK_MEMORY_ORDER:
-                memory_fence()
-            # No call between these lines: a signal handler that raises must not come in between.
-            mm[mine] = 1
-            self.current_idx = following
-            if kind & OVERFLOW:
-                self._overflow_reader.done(index)
-            if _timing is not None:
-                _timing.slot, _timing.message, _timing.copied = index, message, now_ns()
-            if failure is not None:
-                raise MessageDecodeError(f"{self.title}: {type(failure).__name__}: {failure}") from failure
-            return obj
+                    _timing.ready = now_ns()
+                # Transition c: the flag before the message that it announces.
+                if WEAK_MEMORY_ORDER:
+                    memory_fence()
+                message = ring.words[word]
+                kind = message & 255
+                failure = None
+                try:
+                    if not kind:
+                        obj = loads(view)
+                        self.last_context = b""
+                    elif kind == RAW:
+                        obj = mm[data : data + (message >> 8)]
+                        self.last_context = b""
+                    else:
+                        obj = self._take(message, word, view, deadline, cancel)
+                except WaitEnded as ended:
+                    raise ended.error from None  # the message is still there next time
+                except Exception as error:
+                    # A KeyboardInterrupt passes: then the message is still there next time.
+                    failure = error
+                if WEAK_MEMORY_ORDER:
+                    memory_fence()
+                # No call between these lines: a signal handler that raises must not come in between.
+                mm[mine] = 1
+                self.current_idx = following
+                if kind & OVERFLOW:
+                    self._overflow_reader.done(index)
+                if _timing is not None:
+                    _timing.slot, _timing.message, _timing.copied = index, message, now_ns()
+                if failure is None:
+                    return obj
+                if not isinstance(failure, AbandonedMessage):
+                    raise MessageDecodeError(
+                        f"{self.title}: {type(failure).__name__}: {failure}"
+                    ) from failure
         finally:
             # Also the fence between the reader flag and the look at the sleep flag, see memory_fence.
             self._release()
@@ -384,7 +406,14 @@ class MessageQueue(QueueEnd):
             if self.shutting_down:
                 self._give_back()
 
-    def _take(self, message: int, word: int, view: memoryview) -> Any:
+    def _take(
+        self,
+        message: int,
+        word: int,
+        view: memoryview,
+        deadline: float | None,
+        cancel: threading.Event | None,
+    ) -> Any:
         """Whatever is not just a pickle or bytes in the slot."""
         size = message >> 8
         self.last_context = b""
@@ -392,8 +421,11 @@ class MessageQueue(QueueEnd):
             self.last_context = self.buffer.mm[word * 8 + 8 : word * 8 + 8 + CONTEXT_BYTES]
         if not message & OVERFLOW:
             return decode(message, view[:size])
-        segment = self._overflow_reader.open(view)
-        return decode(message, segment[LINE_BYTES : LINE_BYTES + size])
+        segment, words = self._overflow_reader.open(view)
+        stream = mq_stream.Stream(
+            segment, words, size, lambda ready: self._wait_for_more(ready, deadline, cancel)
+        )
+        return stream.load(message)
 
     def _receive(
         self,

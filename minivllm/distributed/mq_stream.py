@@ -1,0 +1,135 @@
+"""A large message is read while it is still being written: the reader's copy follows the writer's, part by part.
+
+vLLM 0.25.1: no counterpart
+Articles: part 2 §2.5.2
+
+The slot announces the message as soon as its segment is known. How much of it is there, the writer says in a progress word at
+the segment's start. On a machine with a core for each, both copies together take as long as one.
+
+Invariants:
+    1. The progress word is 0 before the slot is announced, only grows, and grows only when the bytes (after a fence) are there.
+    2. A reader sets its flag only when it has taken everything: until then the writer cannot use slot or segment again.
+    3. A message whose writer was interrupted is marked as abandoned, and readers go on with the next one.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+from minivllm.distributed.mq_codec import OUT_OF_BAND, RAW, decode
+from minivllm.distributed.shm_ring import LINE_BYTES
+from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, memory_fence
+
+PROGRESS: Final = 2  # index of the progress word in the segment's first line, after its token
+_ABANDONED: Final = 2**64 - 1
+_PART_BYTES: Final = 128 << 10
+
+
+class AbandonedMessage(Exception):
+    """The writer was interrupted in the middle of this message."""
+
+
+class WaitEnded(Exception):
+    """The wait for the rest of a message ended in `error`; an unpickler's own errors must not be taken for this."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def write(pieces: Iterable[Any], view: memoryview, words: memoryview) -> None:
+    """Copy a message behind the first line of its segment, and say how far it is."""
+    offset = LINE_BYTES
+    try:
+        for piece in pieces:
+            with memoryview(piece) as source:
+                for start in range(0, len(source), _PART_BYTES):
+                    part = source[start : start + _PART_BYTES]
+                    end = offset + len(part)
+                    view[offset:end] = part
+                    offset = end
+                    if WEAK_MEMORY_ORDER:
+                        memory_fence()
+                    words[PROGRESS] = offset - LINE_BYTES
+    except BaseException:
+        words[PROGRESS] = _ABANDONED
+        raise
+
+
+class Stream:
+    """A file for the unpickler: gives what is there, and waits for what is not."""
+
+    __slots__ = ("_position", "_size", "_view", "_wait", "_words")
+
+    def __init__(
+        self, view: memoryview, words: memoryview, size: int, wait: Callable[[Callable[[], bool]], None]
+    ) -> None:
+        self._view = view
+        self._words = words
+        self._size = size
+        self._wait = wait
+        self._position = 0
+
+    def load(self, kind: int) -> Any:
+        """The object of the message, which starts here."""
+        if self._there(self._size) == self._size:
+            return decode(kind, self._view[LINE_BYTES : LINE_BYTES + self._size])
+        if kind & RAW:
+            return self.read(self._size)
+        if not kind & OUT_OF_BAND:
+            return pickle.Unpickler(self).load()
+        (count,) = struct.unpack("<Q", self.read(8))
+        lengths = struct.unpack(f"<{count}Q", self.read(8 * count))
+        start = self._position + lengths[0]
+        return pickle.Unpickler(self, buffers=self._buffers(start, lengths[1:])).load()
+
+    def _buffers(self, start: int, lengths: tuple[int, ...]) -> Iterator[bytearray]:
+        """Out-of-band buffers, each when the unpickler asks for it, with a position of their own."""
+        for length in lengths:
+            buffer = bytearray(length)
+            self._copy(start, buffer)
+            start += length
+            yield buffer
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size < 0 else min(self._position + size, self._size)
+        self._there(end, wait=True)
+        found = bytes(self._view[LINE_BYTES + self._position : LINE_BYTES + end])
+        self._position = end
+        return found
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._copy(self._position, buffer)
+        self._position += size
+        return size
+
+    def readline(self) -> bytes:
+        """Only text opcodes ask for lines, which this protocol of pickle does not write."""
+        line = b""
+        while not line.endswith(b"\n") and (byte := self.read(1)):
+            line += byte
+        return line
+
+    def _copy(self, start: int, buffer: Any) -> int:
+        with memoryview(buffer) as target:
+            size = min(len(target), self._size - start)
+            done = 0
+            while done < size:
+                upto = min(self._there(start + done + 1, wait=True), start + size)
+                target[done : upto - start] = self._view[LINE_BYTES + start + done : LINE_BYTES + upto]
+                done = upto - start
+        return size
+
+    def _there(self, needed: int, wait: bool = False) -> int:
+        """How many bytes are there: at least `needed` if it is worth a wait."""
+        words = self._words
+        if wait and words[PROGRESS] < needed:
+            self._wait(lambda: words[PROGRESS] >= needed)
+        found: int = words[PROGRESS]
+        if found == _ABANDONED:
+            raise AbandonedMessage
+        if WEAK_MEMORY_ORDER:
+            memory_fence()
+        return found
