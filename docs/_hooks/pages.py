@@ -76,24 +76,24 @@ def map_page() -> str:
 def differences_page() -> str:
     found = source.deviations()
     lines = [
+        "---\nhide: [toc]\n---",
+        "",
         "# Where minivllm differs",
         "",
         f"{len(found)} places where minivllm does something else than vLLM 0.25.1 on purpose. Each is a comment in the code that",
         f"starts with `{source.MARK}`; this page is made from them at each build.",
     ]
-    path = ""
+    group = ""
     for deviation in found:
-        if deviation.path != path:
-            path = deviation.path
-            lines += [
-                "",
-                f"## `{path.removeprefix('minivllm/')}`",
-                "",
-                "| where | what and why |",
-                "|---|---|",
-            ]
-        where = f"`{deviation.where}`" if deviation.where else "module"
-        lines.append(f"| {where}, line {deviation.line} | {_cell(deviation.text)} |")
+        path = deviation.path.removeprefix("minivllm/")
+        if path.split("/")[0] != group:
+            group = path.split("/")[0]
+            lines += ["", f"## {group}", "", "| where | what and why |", "|---|---|"]
+        where = f"{_name(path)}, line {deviation.line}"
+        if deviation.where:
+            where = f"`{deviation.where}`<br><small>{where}</small>"
+        text = _cell(deviation.text)
+        lines.append(f"| {where} | {text[:1].upper()}{text[1:]} |")
     return "\n".join(lines) + "\n"
 
 
@@ -266,6 +266,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             )
         )
     return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """On API pages the two lines on vLLM and the articles stand at the top, and not again in the docstring."""
+    if page.file.src_uri.startswith("reference/api/"):
+        return re.sub(r"<p>vLLM 0\.25\.1: .*?</p>", "", html, count=1, flags=re.S)
+    return html
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
