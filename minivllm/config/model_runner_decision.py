@@ -199,12 +199,8 @@ def why_no_default_v2_model(model_config: ModelConfig) -> str | None:
 
 
 def get_v2_only_features(config: VllmConfig) -> list[str]:
-    """Features in use that only V2 has. In vLLM: speculative method "dspark", and diffusion models.
-
-    Deviation from vLLM: the V1 runner here computes on one pipeline stage only; one way to pass tokens back is enough
-    to read.
-    """
-    return ["pipeline parallelism"] if config.parallel_config.pipeline_parallel_size > 1 else []
+    """Features in use that only V2 has. In vLLM: speculative method "dspark", and diffusion models."""
+    return []
 
 
 def get_v2_unsupported_features(config: VllmConfig) -> list[str]:

@@ -1,7 +1,6 @@
 """The persistent batch of the V1 runner: row i of every table is row i of the next forward pass.
 
-vLLM 0.25.1: vllm/v1/worker/gpu_input_batch.py (CachedRequestState, InputBatch), vllm/v1/sample/metadata.py
-(SamplingMetadata), vllm/v1/utils.py (CpuGpuBuffer)
+vLLM 0.25.1: vllm/v1/worker/gpu_input_batch.py (CachedRequestState, InputBatch), vllm/v1/utils.py (CpuGpuBuffer)
 Articles: part 1 §7
 
 The idea: consecutive steps have nearly the same requests, so what they have in common is kept and only the difference
@@ -29,6 +28,7 @@ from minivllm.sample.logits_processor import (
     MoveDirectionality,
     MovedRequest,
 )
+from minivllm.sample.metadata import SamplingMetadata
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.block_table import BlockTable
 from minivllm.worker.gpu.sample.output import LogprobsTensors
@@ -72,34 +72,6 @@ class CpuGpuBuffer:
         """The first `n` entries, on the device."""
         self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
         return self.gpu[:n]
-
-
-@dataclass(slots=True)
-class SamplingMetadata:
-    """What the sampler needs of the batch, on the device, row by row; made anew whenever a row has changed hands.
-
-    Attributes:
-        temperature, seeds: `[num_reqs]`; None when all are greedy.
-        top_k, top_p, min_p: `[num_reqs]`; None when nobody asks.
-        max_top_k: the largest entry of top_k.
-        repetition_penalties, presence_penalties, frequency_penalties: `[num_reqs, 1]`; None when nobody asks.
-        prompt_mask: `[num_reqs, vocab_size]` tokens of the prompt; None without penalties.
-        output_token_ids: `[num_reqs]` the requests' own lists, so that they are up to date without a refresh.
-        max_num_logprobs: None when nobody asks.
-    """
-
-    temperature: Tensor | None
-    seeds: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    max_top_k: int
-    repetition_penalties: Tensor | None
-    presence_penalties: Tensor | None
-    frequency_penalties: Tensor | None
-    prompt_mask: Tensor | None
-    output_token_ids: list[list[int]]
-    max_num_logprobs: int | None
 
 
 @dataclass(slots=True)
@@ -411,6 +383,9 @@ class InputBatch:
             frequency_penalties=penalties[2],
             prompt_mask=self._make_prompt_mask() if self.penalties_reqs else None,
             output_token_ids=[tokens for tokens in self.req_output_token_ids if tokens is not None],
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+            bad_words_token_ids=self.bad_words_token_ids,
             max_num_logprobs=max(self.num_logprobs.values(), default=None),
         )
 

@@ -12,6 +12,7 @@ for all. Each method says what V2 does instead.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 from minivllm import tracing
 from minivllm.config import VllmConfig
 from minivllm.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
-from minivllm.distributed.parallel_state import get_pp_group
+from minivllm.distributed.parallel_state import Transfer, get_pp_group
 from minivllm.forward_context import set_forward_context
 from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from minivllm.model_executor.layers.attention import (
@@ -36,6 +37,8 @@ from minivllm.model_executor.models.interfaces import CausalLM
 from minivllm.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from minivllm.platforms import get_platform
 from minivllm.sample.logits_processor import build_logitsprocs
+from minivllm.sample.sampler import Sampler
+from minivllm.sequence import IntermediateTensors
 from minivllm.tracing.spans import NULL as NO_SPAN
 from minivllm.worker.block_table import NULL_BLOCK
 from minivllm.worker.gpu.attn_utils import build_dummy_attn_metadata, get_kv_cache_spec, init_kv_cache
@@ -52,13 +55,29 @@ _PROMPT_CHUNK = 256
 
 
 class ExecuteModelState(NamedTuple):
-    """What sample_tokens needs of the execute_model before it. The batch itself is not in here: it is the runner's one
-    and only, so that nothing may touch it in between. V2's batch is an object of its own."""
+    """What sample_tokens needs of the execute_model before it; hidden states and logits on the last stage only.
+
+    The batch itself is not in here: it is the runner's one and only, so that nothing may touch it in between. V2's batch
+    is an object of its own.
+    """
 
     scheduler_output: SchedulerOutput
-    hidden_states: Tensor
-    logits: Tensor
+    hidden_states: Tensor | None
+    logits: Tensor | None
     seq_lens: Tensor
+
+
+class PendingTokens(NamedTuple):
+    """Tokens on their way from the last pipeline stage.
+
+    Attributes:
+        token_ids: `[num_reqs]`, valid after transfer.wait().
+        receivers: position in token_ids, and whose token it is. Not a row: rows will have moved by then.
+    """
+
+    transfer: Transfer | None
+    token_ids: Tensor
+    receivers: list[tuple[int, CachedRequestState]]
 
 
 class GPUModelRunner:
@@ -82,7 +101,11 @@ class GPUModelRunner:
         self.max_num_reqs = scheduler_config.max_num_seqs
         self.block_size = vllm_config.cache_config.block_size
         self.vocab_size = model_config.vocab_size
-        self.is_last_pp_rank = get_pp_group().is_last_rank
+        self.pp_group = get_pp_group()
+        self.is_last_pp_rank = self.pp_group.is_last_rank
+        self.pending_tokens: deque[PendingTokens] = deque()
+        # Where the hidden states of the stage before arrive; None on the first stage.
+        self.intermediate_tensors: IntermediateTensors | None = None
         with tracing.span(
             "runner.init", max_num_reqs=self.max_num_reqs, max_num_tokens=self.max_num_tokens
         ) as s:
@@ -113,8 +136,11 @@ class GPUModelRunner:
         flags of the model (uses_mrope, is_encoder_decoder …) are looked at all over the class.
         """
         self.model = get_model_loader().load_model(self.vllm_config, self.device)
+        if not self.pp_group.is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(self.max_num_tokens)
         with tracing.span("runner.init_model_state", is_last_pp_rank=self.is_last_pp_rank) as s:
             self.logitsprocs = build_logitsprocs(self.vllm_config, self.device)
+            self.sampler = Sampler(self.vocab_size, self.model_config.logprobs_mode)
             num_kv_heads = self.model_config.get_num_kv_heads(
                 self.vllm_config.parallel_config.tensor_parallel_size
             )
@@ -123,7 +149,7 @@ class GPUModelRunner:
             self.grammar_bits = torch.arange(32, dtype=torch.int32, device=self.device)
             s.set(
                 model_state="none: V1 has no such part",
-                sampler="part of the runner",
+                sampler=type(self.sampler).__name__,
                 logits_processors=str([type(p).__name__ for p in self.logitsprocs]),
             )
 
@@ -149,8 +175,9 @@ class GPUModelRunner:
         num_reqs = min(self.max_num_reqs, num_tokens)
         with tracing.span("runner.profile_run", num_tokens=num_tokens, num_reqs=num_reqs):
             hidden_states = self._dummy_run(num_tokens, num_reqs)
-            logits = self._model.compute_logits(hidden_states[:num_reqs])
-            logits.softmax(dim=-1).sort(dim=-1)
+            if isinstance(hidden_states, Tensor):
+                logits = self._model.compute_logits(hidden_states[:num_reqs])
+                logits.softmax(dim=-1).sort(dim=-1)
             self.platform.synchronize()
 
     @torch.inference_mode()
@@ -158,16 +185,18 @@ class GPUModelRunner:
         """A forward pass of one token for nobody, so that ranks elsewhere find their peers in the collectives."""
         self._dummy_run(num_tokens=1, num_reqs=1)
 
-    def _dummy_run(self, num_tokens: int, num_reqs: int) -> Tensor:
+    def _dummy_run(self, num_tokens: int, num_reqs: int) -> Tensor | IntermediateTensors:
         self.input_ids.np[:num_tokens] = 0
         self.positions.np[:num_tokens] = np.arange(num_tokens) % self.max_model_len
-        metadata = build_dummy_attn_metadata(num_tokens, num_reqs, self.device)
+        return self._dummy_forward(num_tokens, build_dummy_attn_metadata(num_tokens, num_reqs, self.device))
+
+    def _dummy_forward(self, num_tokens: int, metadata: AttentionMetadata) -> Tensor | IntermediateTensors:
+        buffers = self.intermediate_tensors
+        received = None if buffers is None else buffers.first(num_tokens)
         with set_forward_context(metadata):
-            hidden_states: Tensor = self._model(
-                input_ids=self.input_ids.copy_to_gpu(num_tokens),
-                positions=self.positions.copy_to_gpu(num_tokens),
+            return self._model.forward(
+                self.input_ids.copy_to_gpu(num_tokens), self.positions.copy_to_gpu(num_tokens), received
             )
-        return hidden_states
 
     @torch.inference_mode()
     def warm_up(self) -> list[str]:
@@ -185,8 +214,9 @@ class GPUModelRunner:
         metadata = AttentionMetadata((self.slot_blocks.gpu[:num_reqs] * 0, self.slot_offsets.gpu[:num_reqs]))
         block_ids = torch.full((num_reqs, 1), NULL_BLOCK, dtype=torch.int64, device=self.device)
         self._add_decodes(metadata, block_ids, np.ones(num_reqs, dtype=np.int64))
-        with set_forward_context(metadata):
-            self._model(input_ids=self.input_ids.gpu[:num_reqs], positions=self.positions.gpu[:num_reqs])
+        self._dummy_forward(num_reqs, metadata)
+        if not isinstance(hidden_states, Tensor):
+            return ["dummy prefill", "dummy decode"]
         logits = self._model.compute_logits(hidden_states[:num_reqs])
         each = torch.ones(num_reqs, device=self.device)
         apply_min_p(logits, each * 0.01)
@@ -214,6 +244,7 @@ class GPUModelRunner:
         """
         batch = self.input_batch
         batch.moves = BatchMoves()
+        self._take_pending_tokens(scheduler_output)
         # Finished first: an id may be used again in the very same step.
         for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
             # vLLM's V1 keeps a preempted request and is later sent what is new about it. This scheduler speaks as to
@@ -222,7 +253,8 @@ class GPUModelRunner:
             batch.remove_request(req_id)
         scheduled = scheduler_output.num_scheduled_tokens
         # A request that runs but is not scheduled in this step may not keep its row: rows are the batch. In V2 its
-        # slot is just not named.
+        # slot is just not named. All ranks must have the same rows, and a set has no order that they share; but the
+        # order of removals does not matter, as holes are filled by number.
         for req_id in batch.req_id_to_index.keys() - scheduled.keys():
             batch.remove_request(req_id)
 
@@ -332,11 +364,17 @@ class GPUModelRunner:
         metadata.decode_mask = torch.from_numpy(mask).unsqueeze(1).to(self.device, self.dtype)
 
     @torch.inference_mode()
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Run the model on the scheduled tokens.
 
+        Args:
+            intermediate_tensors: what the pipeline stage before computes for this batch; None on the first.
+
         Returns:
-            None: sample_tokens comes next. An empty output: there was nothing to compute.
+            None: sample_tokens comes next. Hidden states: likewise, and they are for the next pipeline stage. An empty
+            output: there was nothing to compute.
         """
         with tracing.span("runner.execute_model") if tracing.active else NO_SPAN as step:
             with tracing.span("runner.update_states") if tracing.active else NO_SPAN as s:
@@ -362,20 +400,33 @@ class GPUModelRunner:
                     req_ids = self.input_batch.req_ids
                     counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in req_ids]
                     s.set(req_ids=str(req_ids), num_tokens_per_req=str(counts))
+            if intermediate_tensors is not None:
+                intermediate_tensors.wait_for_comm()
             with (
-                tracing.span("model.forward", graph="none: eager") if tracing.active else NO_SPAN,
+                tracing.span("model.forward", graph="none: eager") if tracing.active else NO_SPAN as s,
                 set_forward_context(metadata),
             ):
-                hidden_states = self._model(input_ids=input_ids, positions=positions)
+                output = self._model.forward(input_ids, positions, intermediate_tensors)
+                if tracing.active:
+                    s.set(step=scheduler_output.step, pp_rank=self.pp_group.rank_in_group)
             num_reqs = self.input_batch.num_reqs
-            last_tokens = torch.from_numpy(self.query_start_loc[1 : num_reqs + 1] - 1).to(self.device)
-            logits = self._model.compute_logits(hidden_states.index_select(0, last_tokens))
+            hidden_states = logits = None
+            if isinstance(output, Tensor):
+                hidden_states = output
+                last_tokens = torch.from_numpy(self.query_start_loc[1 : num_reqs + 1] - 1).to(self.device)
+                logits = self._model.compute_logits(output.index_select(0, last_tokens))
             self.execute_model_state = ExecuteModelState(
                 scheduler_output, hidden_states, logits, self.seq_lens.copy_to_gpu(num_reqs)
             )
             if tracing.active:
-                step.set(num_reqs=num_reqs, num_tokens=num_tokens, decodes=metadata.num_decodes)
-        return None
+                step.set(
+                    step=scheduler_output.step,
+                    pp_rank=self.pp_group.rank_in_group,
+                    num_reqs=num_reqs,
+                    num_tokens=num_tokens,
+                    decodes=metadata.num_decodes,
+                )
+        return None if isinstance(output, Tensor) else output
 
     # --- a step: tokens
 
@@ -384,22 +435,42 @@ class GPUModelRunner:
         """Choose the tokens of the step that execute_model has run, wait for them, and write them down.
 
         Returns:
-            The tokens; None when no step waits for this (its execute_model failed).
+            The tokens; None when no step waits for this (its execute_model failed), and on all pipeline stages but the
+            last.
         """
         if self.execute_model_state is None:
             return None
         state = self.execute_model_state
         self.execute_model_state = None
         with tracing.span("runner.sample_tokens") if tracing.active else NO_SPAN as step:
+            if tracing.active:
+                step.set(
+                    step=state.scheduler_output.step,
+                    pp_rank=self.pp_group.rank_in_group,
+                    num_reqs=self.input_batch.num_reqs,
+                )
+            if state.logits is None or state.hidden_states is None:
+                self._receive_tokens()
+                return None
             if grammar_output is not None:
                 self._apply_grammar_bitmask(state.logits, grammar_output)
-            sampled, logprobs = self._sample(state.logits, state.seq_lens)
+            sampled, logprobs = self.sampler(
+                state.logits, self.input_batch.sampling_metadata, state.seq_lens, self.logitsprocs
+            )
+            if self.pp_group.world_size > 1 and self._is_sampled().any():
+                self._broadcast_tokens(sampled)
             prompt_logprobs = self._get_prompt_logprobs_dict(state.hidden_states, state.scheduler_output)
             with tracing.span("runner.postprocess") if tracing.active else NO_SPAN:
                 output = self._bookkeeping_sync(sampled, logprobs, prompt_logprobs)
             if tracing.active:
-                step.set(num_reqs=len(output.req_ids), sampled=sum(map(len, output.sampled_token_ids)))
+                step.set(sampled=sum(map(len, output.sampled_token_ids)))
         return output
+
+    def _is_sampled(self) -> np.ndarray:
+        """`[num_reqs]`; a row whose prompt is not done yet gets a token that means nothing."""
+        num_reqs = self.input_batch.num_reqs
+        sampled: np.ndarray = self.seq_lens.np[:num_reqs] >= self.input_batch.num_tokens[:num_reqs]
+        return sampled
 
     def _apply_grammar_bitmask(self, logits: Tensor, grammar_output: GrammarOutput) -> None:
         """Set the logits of forbidden tokens to -inf, in place. V2: StructuredOutputsWorker."""
@@ -411,87 +482,6 @@ class GPUModelRunner:
             logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
             if tracing.active:
                 s.set(allowed=int(allowed.sum()))
-
-    def _sample(self, logits: Tensor, seq_lens: Tensor) -> tuple[Tensor, LogprobsTensors | None]:
-        """A token for each row, `[num_reqs]`, and the log-probabilities of all rows if any row asks.
-
-        V2 (worker/gpu/sample/sampler.py) looks at one word of flags per slot and then touches the rows that use a
-        feature. Here a feature that one row uses is applied to all, most with values that change nothing.
-        """
-        batch = self.input_batch
-        metadata, mode = batch.sampling_metadata, self.model_config.logprobs_mode
-        raw = logits.clone() if metadata.max_num_logprobs is not None and mode.startswith("raw") else logits
-        for row, bias in batch.logit_bias.items():
-            if bias:
-                logits[row, list(bias)] += torch.tensor(list(bias.values()), device=self.device)
-        for row, (min_tokens, stop) in batch.min_tokens.items():
-            if len(metadata.output_token_ids[row]) < min_tokens:
-                logits[row, stop] = float("-inf")
-        for processor in self.logitsprocs:
-            if not processor.is_argmax_invariant():
-                logits = processor.apply(logits)
-        if metadata.prompt_mask is not None:
-            self._apply_penalties(logits)
-        for row, words in batch.bad_words_token_ids.items():
-            output = metadata.output_token_ids[row]
-            for *prefix, last in words:
-                if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
-                    logits[row, last] = float("-inf")
-        if metadata.temperature is None:
-            sampled = logits.argmax(dim=-1)
-        else:
-            temperature, seeds = metadata.temperature, metadata.seeds
-            assert seeds is not None
-            logits.div_(torch.where(temperature > 0, temperature, 1).view(-1, 1))
-            for processor in self.logitsprocs:
-                if processor.is_argmax_invariant():
-                    logits = processor.apply(logits)
-            if metadata.min_p is not None:
-                apply_min_p(logits, metadata.min_p)
-            apply_top_k_top_p(logits, metadata.top_k, metadata.top_p, metadata.max_top_k)
-            noisy = logits if raw is not logits or metadata.max_num_logprobs is None else logits.clone()
-            sampled = gumbel_sample(noisy, temperature, seeds, seq_lens)
-        if metadata.max_num_logprobs is None:
-            return sampled, None
-        return sampled, self._gather_logprobs(
-            raw if mode.startswith("raw") else logits, metadata.max_num_logprobs, sampled
-        )
-
-    def _apply_penalties(self, logits: Tensor) -> None:
-        """Penalise what each row has seen, in place.
-
-        V2 (PenaltiesState) keeps the counts on the device and adds one token per step. Here the outputs live on the CPU
-        as lists, and the counts are made from them anew in each step.
-        """
-        metadata = self.input_batch.sampling_metadata
-        repetition, presence = metadata.repetition_penalties, metadata.presence_penalties
-        frequency, in_prompt = metadata.frequency_penalties, metadata.prompt_mask
-        assert repetition is not None and presence is not None
-        assert frequency is not None and in_prompt is not None
-        counts_np = np.stack(
-            [
-                np.bincount(np.array(output, dtype=np.int64), minlength=self.vocab_size)
-                for output in metadata.output_token_ids
-            ]
-        )
-        counts = torch.from_numpy(counts_np.astype(np.int32)).to(self.device)
-        in_output = counts > 0
-        factor = torch.where(logits > 0, 1 / repetition, repetition)
-        logits.copy_(torch.where(in_prompt | in_output, logits * factor, logits))
-        logits -= counts * frequency
-        logits -= in_output * presence
-
-    def _gather_logprobs(self, logits: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """The given tokens' values and those of the `num_logprobs` most likely, `[n, num_logprobs + 1]`."""
-        wants_logits = self.model_config.logprobs_mode.endswith("logits")
-        values = logits.float() if wants_logits else logits.log_softmax(dim=-1, dtype=torch.float32)
-        chosen = token_ids.view(-1, 1)
-        chosen_values = values.gather(1, chosen)
-        ranks = (values >= chosen_values).sum(dim=-1)
-        top_values, top_ids = values.topk(min(num_logprobs, values.shape[-1]), dim=-1)
-        return LogprobsTensors(
-            torch.cat((chosen, top_ids), dim=1), torch.cat((chosen_values, top_values), dim=1), ranks
-        )
 
     def _get_prompt_logprobs_dict(
         self, hidden_states: Tensor, scheduler_output: SchedulerOutput
@@ -512,7 +502,7 @@ class GPUModelRunner:
                 targets = request.prompt_token_ids[position + 1 + start : position + 1 + end]
                 logits = self._model.compute_logits(hidden_states[first + start : first + end])
                 token_ids = torch.tensor(targets, dtype=torch.int64).to(self.device)
-                chunks.append(self._gather_logprobs(logits, wanted, token_ids))
+                chunks.append(self.sampler.gather_logprobs(logits, wanted, token_ids))
             if position + num_tokens >= len(request.prompt_token_ids):
                 request.prompt_logprobs = None
                 if chunks:
@@ -537,18 +527,15 @@ class GPUModelRunner:
         batch = self.input_batch
         # Here the CPU stands still until the device has finished the step.
         token_ids: list[int] = sampled.tolist()
-        req_ids, num_reqs = batch.req_ids, batch.num_reqs
-        # A row whose prompt is not done yet got a token that means nothing.
-        is_sampled = (self.seq_lens.np[:num_reqs] >= batch.num_tokens[:num_reqs]).tolist()
+        req_ids = batch.req_ids
+        is_sampled = self._is_sampled().tolist()
         output = ModelRunnerOutput(req_ids, prompt_logprobs=prompt_logprobs)
         for row, (req_id, token_id) in enumerate(zip(req_ids, token_ids, strict=True)):
             if not is_sampled[row]:
                 output.sampled_token_ids.append([])
                 continue
             output.sampled_token_ids.append([token_id])
-            batch.token_ids_cpu[row, batch.num_tokens[row]] = token_id
-            batch.num_tokens[row] += 1
-            self.requests[req_id].output_token_ids.append(token_id)
+            self._append_token(self.requests[req_id], token_id)
         if logprobs is not None:
             on_cpu = logprobs.map(Tensor.cpu)
             for req_id, wanted in batch.num_logprobs.items():
@@ -559,6 +546,62 @@ class GPUModelRunner:
                         one.token_ids.tolist(), one.logprobs.tolist(), one.ranks.tolist()
                     )
         return output
+
+    def _append_token(self, request: CachedRequestState, token_id: int) -> None:
+        """Write a token down where V1 keeps it: with the request, and in its row if it has one."""
+        request.output_token_ids.append(token_id)
+        batch, row = self.input_batch, self.input_batch.req_id_to_index.get(request.req_id)
+        if row is not None:
+            batch.token_ids_cpu[row, batch.num_tokens[row]] = token_id
+            batch.num_tokens[row] += 1
+
+    # --- pipeline stages: in V2 a file of its own, PPHandler
+
+    def _broadcast_tokens(self, sampled: Tensor) -> None:
+        """On the last stage: send `[num_reqs]` tokens to all others, which need them as inputs.
+
+        Deviation from vLLM: V1's other stages get them from the scheduler, with the next step (new_token_ids), unless
+        scheduling is asynchronous. This scheduler sends no tokens.
+        """
+        with self._token_span("dist.send", sampled):
+            transfer = self.pp_group.broadcast_from_last(sampled)
+            if transfer is not None:
+                transfer.wait()
+
+    def _receive_tokens(self) -> None:
+        """On other stages: note whose tokens will come. Waiting here would keep the stage from the next batch."""
+        is_sampled = self._is_sampled()
+        if not is_sampled.any():
+            return
+        token_ids = torch.empty(len(is_sampled), dtype=torch.int64, device=self.device)
+        req_ids = self.input_batch.req_ids
+        receivers = [(row, self.requests[req_ids[row]]) for row in np.flatnonzero(is_sampled).tolist()]
+        transfer = self.pp_group.broadcast_from_last(token_ids)
+        self.pending_tokens.append(PendingTokens(transfer, token_ids, receivers))
+
+    def _take_pending_tokens(self, scheduler_output: SchedulerOutput) -> None:
+        """Write down the tokens that this step needs, and what else has arrived; in order, and before rows move."""
+        pending = self.pending_tokens
+        needed = 0
+        for number, entry in enumerate(pending, 1):
+            if any(state.req_id in scheduler_output.num_scheduled_tokens for _, state in entry.receivers):
+                needed = number
+        while pending and (
+            needed > 0 or (transfer := pending[0].transfer) is None or transfer.is_completed()
+        ):
+            entry, needed = pending.popleft(), needed - 1
+            if entry.transfer is not None:
+                with self._token_span("dist.recv", entry.token_ids):
+                    entry.transfer.wait()
+            token_ids = entry.token_ids.tolist()
+            for row, state in entry.receivers:
+                # Gone meanwhile, or another one has its id.
+                if self.requests.get(state.req_id) is state:
+                    self._append_token(state, token_ids[row])
+
+    def _token_span(self, name: str, tokens: Tensor) -> tracing.Span:
+        group = self.pp_group
+        return tracing.span(name, group=group.unique_name, bytes=tokens.nbytes, what="sampled tokens")
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """None: nothing is speculated."""

@@ -81,7 +81,7 @@ class Worker(WorkerBase):
         self.platform: Platform = get_platform(vllm_config.device)
         self.init_snapshot = (0, 0)
         self._runner: GPUModelRunnerV1 | GPUModelRunnerV2 | None = None
-        self._pipeline_runner: GPUModelRunnerV2 | None = None
+        self._pipeline_runner: GPUModelRunnerV1 | GPUModelRunnerV2 | None = None
         self._warm_up: Callable[[], list[str]]
 
     @property
@@ -140,16 +140,15 @@ class Worker(WorkerBase):
             from minivllm.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
             from minivllm.worker.gpu.warmup import warm_up
 
-            runner = GPUModelRunnerV2(self.vllm_config, self.device)
-            self._runner = runner
-            if self.parallel_config.pipeline_parallel_size > 1:
-                self._pipeline_runner = runner
+            self._runner = runner = GPUModelRunnerV2(self.vllm_config, self.device)
             self._warm_up = functools.partial(warm_up, runner, self.execute_model, self.sample_tokens)
         else:
             from minivllm.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
             self._runner = runner_v1 = GPUModelRunnerV1(self.vllm_config, self.device)
             self._warm_up = runner_v1.warm_up
+        if self.parallel_config.pipeline_parallel_size > 1:
+            self._pipeline_runner = self._runner
 
     @_abort_peers_on_error
     @tracing.instrument("worker.load_model")
@@ -224,7 +223,7 @@ class Worker(WorkerBase):
         return output
 
     def _execute_stage(
-        self, runner: GPUModelRunnerV2, scheduler_output: SchedulerOutput
+        self, runner: GPUModelRunnerV1 | GPUModelRunnerV2, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | None:
         """Run this stage's layers, between receiving from the stage before and sending to the next.
 
