@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mq_helpers import FailsToLoad, cpu_seconds, equal, queue
-from scenario import Skip, raises, scenario, wait_until
+from scenario import Skip, raises, scenario, slack, wait_until
 
 from minivllm.distributed import mq_overflow, mq_stream, shm_segment
 from minivllm.distributed.shm_broadcast import (
@@ -371,7 +371,7 @@ def test_no_time_means_now_or_never() -> None:
             writer.enqueue(2, timeout=timeout)
             with pytest.raises(TimeoutError, match="the writer waits for reader rank 0"):
                 writer.enqueue(3, timeout=timeout)
-            assert time.monotonic() - started < 0.1
+            assert time.monotonic() - started < 0.1 * slack()
             assert [reader.dequeue(timeout=timeout) for _ in range(2)] == [1, 2]
 
 
@@ -433,11 +433,11 @@ def test_on_wait_is_called_and_may_end_the_wait() -> None:
         reader.on_wait = writer.on_wait = lambda: calls.append(time.monotonic())
         with raises(TimeoutError):
             reader.dequeue(timeout=0.5)
-        assert 5 <= len(calls) <= 10
+        assert len(calls) * slack() >= 5 and len(calls) <= 10
         writer.enqueue(1)
         with raises(TimeoutError):
             writer.enqueue(2, timeout=0.5)
-        assert 10 <= len(calls) <= 20
+        assert len(calls) * slack() >= 10 and len(calls) <= 20
 
         def fail() -> None:
             raise RuntimeError("rank 1 has died")
@@ -493,7 +493,7 @@ def test_shutdown_wakes_whoever_is_inside(blocked: str) -> None:
     started = time.monotonic()
     end.shutdown("worker 1 was killed by SIGKILL")
     thread.join(2)
-    assert time.monotonic() - started < 0.05
+    assert time.monotonic() - started < 0.05 * slack()
     assert isinstance(errors[0], MessageQueueClosed) and str(errors[0]) == "worker 1 was killed by SIGKILL"
     for each in (writer, reader, other):
         if each is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from mq_helpers import Peer, cpu_seconds, queue
-from scenario import own_segments, raises, scenario, wait_until
+from scenario import own_segments, raises, scenario, slack, wait_until
 
 from minivllm.distributed import shm_segment, wakeup
 from minivllm.distributed.shm_broadcast import Handle, MessageQueue, MessageQueueClosed
@@ -156,13 +156,13 @@ def test_lost_wake_ups_cost_a_moment() -> None:
     time.sleep(2)
     slow = 0
     for number in range(12):
-        time.sleep(0.4)
+        time.sleep(0.3)  # sleepers look again 0.24 and 0.41 s after the last message
         started = time.monotonic()
         writer.enqueue(number)
         for peer in peers:
             assert peer.receive() == number
         seconds = time.monotonic() - started
-        assert seconds < 0.5
+        assert seconds < 0.5 * slack()
         slow += seconds > 0.02
     assert calls >= 12
     assert slow >= 1, "no wake-up was lost: the test tests nothing"
@@ -188,7 +188,7 @@ def test_sleepers_are_woken_at_once() -> None:
         for peer in peers:
             assert peer.receive() == number
         times.append(time.monotonic() - started)
-    assert sorted(times)[len(times) // 2] < 0.02, times
+    assert sorted(times)[len(times) // 2] < 0.02 * slack(), times
     writer.enqueue(None)
     for peer in peers:
         assert peer.join() == 0
