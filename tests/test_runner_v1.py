@@ -224,6 +224,36 @@ def test_an_engine_with_aborts_in_flight(
     assert {i: finished[i] for i in expected} == expected
 
 
+def report_runner(worker: Any) -> tuple[str, list[str], int]:
+    """What a rank has left of the requests."""
+    runner = worker.model_runner
+    return type(runner).__module__, list(runner.requests), len(runner.pending_tokens)
+
+
+@pytest.mark.timeout(120)
+def test_pipeline_stages(checkpoint: str, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come back from the last stage while rows move, requests are preempted and batches are in flight.
+
+    Many requests end with their first token, so that nobody needs it, and it is taken all the same.
+    """
+    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
+    prompts = prompts_of(40, 7, 25, 18, 31, 12, 5, 22, *[3] * 20, seed=4)
+    greedy = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
+    single = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    limits = {"max_model_len": 100, "max_num_seqs": 4, "dtype": "float32", **ENGINES["preempting async"]}
+    with forced("V1"), LLM(checkpoint, device="cpu", pipeline_parallel_size=2, **limits) as llm:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, [greedy] * 8 + [single] * 20, use_tqdm=False)
+        core = llm.llm_engine.engine_core.engine_core
+        while core.has_work():
+            core.step_fn()
+        for module, requests, pending in llm.collective_rpc(report_runner):
+            assert module == "minivllm.worker.gpu_model_runner" and not requests and pending <= 1
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        reference.greedy(prompt, 15 if i < 8 else 1) for i, prompt in enumerate(prompts)
+    ]
+
+
 def test_a_grammar_decides(worker: LocalWorker) -> None:
     """Only the constrained request's tokens are limited, and only to what its bitmask allows."""
     new = [new_request("free", [1, 2, 3], 1), new_request("bound", [1, 2, 3], 2)]
