@@ -180,7 +180,7 @@ class GroupCoordinator:
         """Sum over the group, in place; the result has the same bits on every rank."""
         if self.world_size == 1:
             return input_
-        if tracing.active:
+        if tracing.messages:
             with tracing.span("dist.all_reduce", group=self.unique_name, bytes=input_.nbytes):
                 return self._all_reduce(input_)
         return self._all_reduce(input_)
@@ -189,7 +189,7 @@ class GroupCoordinator:
         """Join the ranks' tensors along `dim`, in the order of ranks."""
         if self.world_size == 1:
             return input_
-        if tracing.active:
+        if tracing.messages:
             with tracing.span("dist.all_gather", group=self.unique_name, bytes=input_.nbytes):
                 return self._all_gather(input_, dim)
         return self._all_gather(input_, dim)
@@ -197,7 +197,7 @@ class GroupCoordinator:
     def send_tensor_dict(self, tensor_dict: dict[str, Tensor]) -> None:
         """Send contiguous tensors to the next rank of the group, without waiting until they are received."""
         tensors = list(tensor_dict.values())
-        if tracing.active:
+        if tracing.messages:
             dst, size = self.ranks[self.rank_in_group + 1], sum(t.nbytes for t in tensors)
             with tracing.span("dist.send", group=self.unique_name, dst=dst, bytes=size, what="hidden states"):
                 self._send(tensors)
@@ -210,7 +210,7 @@ class GroupCoordinator:
         Deviation from vLLM: no metadata travels. Both stages lay out the same batch, so the receiver knows the shapes.
         """
         tensors = list(tensor_dict.values())
-        if tracing.active:
+        if tracing.messages:
             src, size = self.ranks[self.rank_in_group - 1], sum(t.nbytes for t in tensors)
             with tracing.span("dist.recv", group=self.unique_name, src=src, bytes=size, what="hidden states"):
                 self._recv(tensors)

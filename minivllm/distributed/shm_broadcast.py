@@ -195,7 +195,7 @@ class MessageQueue(QueueEnd):
             TimeoutError: names the readers that have not read.
             MessageQueueClosed: shutdown() was called; carries the reason given there.
         """
-        if tracing.active and _timing is None:
+        if tracing.messages and _timing is None:
             return mq_traced.enqueue(self, obj, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._acquire(False):
@@ -334,7 +334,7 @@ class MessageQueue(QueueEnd):
             MessageQueueClosed: shutdown() was called; carries the reason given there.
             MessageDecodeError: the message could not be unpickled. It is consumed.
         """
-        if tracing.active and _timing is None:
+        if tracing.messages and _timing is None:
             return mq_traced.dequeue(self, timeout, cancel, indefinite)
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._acquire(False):

@@ -264,7 +264,7 @@ class MultiprocExecutor(Executor):
         unique_reply_rank: int | None = None,
         kv_output_aggregator: KVOutputAggregator | None = None,
     ) -> Any:
-        if tracing.active:
+        if tracing.calls:
             return self._collective_rpc_traced(
                 method, timeout, args, kwargs, non_block, unique_reply_rank, kv_output_aggregator
             )

@@ -163,7 +163,7 @@ class WorkerProc:
                 words[executing] = number
                 if method is None:
                     pass
-                elif tracing.active:
+                elif tracing.calls:
                     self._execute_traced(methods, number, method, args, kwargs, reply_rank, context)
                 else:
                     func = methods.get(method) or self._resolve_method(methods, method)
@@ -236,7 +236,7 @@ class WorkerProc:
     def handle_output(self, number: int, output: Any) -> None:
         """Send an output, or with async scheduling have the output thread send it."""
         if self._output_queue is not None:
-            self._output_queue.put((number, output, tracing.pack_context() if tracing.active else b""))
+            self._output_queue.put((number, output, tracing.pack_context() if tracing.calls else b""))
         else:
             self.enqueue_output(number, output)
 
@@ -252,7 +252,7 @@ class WorkerProc:
             status, output = FAILURE, tuple(output)
         elif isinstance(output, AsyncModelRunnerOutput):
             output = output.get_output()
-        if tracing.active:
+        if tracing.calls:
             status_name = self.ResponseStatus(status).name
             with tracing.span("rpc.enqueue_output", parent=context, seq=number, status=status_name):
                 self.worker_response_mq.enqueue((number, status, output))

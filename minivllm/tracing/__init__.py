@@ -6,7 +6,8 @@ Articles: part 2 §2.4.8
     with tracing.span("worker.init_device", device="cpu") as step:
         step.set(world_size=2)
 
-Hot paths guard with `if tracing.active:`. See design/spans.md for the names.
+Hot paths guard with one global read: `if tracing.calls:` where spans are of level rpc, `if tracing.messages:` where
+they are of level message. A failpoint counts like the level that it needs.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ __all__ = [
     "active",
     "add_exporter",
     "attach_board",
+    "calls",
     "catalogue",
     "child_environment",
     "child_variables",
@@ -70,6 +72,7 @@ __all__ = [
     "flush",
     "instrument",
     "level",
+    "messages",
     "pack_context",
     "read_board",
     "record_bootstrap",
@@ -84,15 +87,19 @@ __all__ = [
 logger = logging.getLogger(__name__)
 level = OFF
 active = False
+calls = False
+messages = False
 _failpoints: dict[str, list[failpoints.Failpoint]] = {}
 _started_ns = 0
 _exports: list[LiveExport] = []
 
 
 def _apply(new_level: int) -> None:
-    global level, active
+    global level, active, calls, messages
     level = new_level
     active = bool(new_level or _failpoints)
+    calls = bool(new_level >= RPC or _failpoints)
+    messages = new_level >= MESSAGE or any(catalogue.SPANS[name].level == MESSAGE for name in _failpoints)
     _spans.apply(new_level, _failpoints)
 
 
