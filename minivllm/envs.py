@@ -23,6 +23,10 @@ def _optional_flag(text: str) -> bool | None:
     return None if not text.strip() else _flag(text)
 
 
+def _optional_int(text: str) -> int | None:
+    return int(text) if text.strip() else None
+
+
 @dataclass(frozen=True, slots=True)
 class EnvVar:
     """One variable: how its text becomes a value, its default text, and what it does."""
@@ -55,6 +59,7 @@ environment_variables: dict[str, EnvVar] = {
     "MINIVLLM_WORKER_SIGTERM_TIMEOUT_S": EnvVar(float, "4", "time between SIGTERM and SIGKILL, in seconds"),
     "MINIVLLM_WORKER_ORPHAN_GRACE_S": EnvVar(float, "0.5", "time for a worker to leave by itself after its parent's death, in seconds"),
     "MINIVLLM_WORKER_STUCK_TIMEOUT_S": EnvVar(float, "5", "how long a rank may stay in a call that has failed on another rank, in seconds"),
+    "MINIVLLM_MAX_CONCURRENT_BATCHES": EnvVar(_optional_int, "", "batches in flight, in place of the number that stages and async scheduling ask for; 1: no batch queue"),
     "MINIVLLM_CPU_KVCACHE_BYTES": EnvVar(int, str(64 << 20), "KV cache budget of one rank on a CPU, in bytes"),
     "MINIVLLM_LOOPBACK_IP": EnvVar(str, "", "address of the rendezvous between local workers"),
 }
