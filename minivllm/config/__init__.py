@@ -9,6 +9,7 @@ from minivllm.config.model import BUNDLED_CHECKPOINT, SUPPORTED_ARCHITECTURES, M
 from minivllm.config.observability import TRACE_LEVELS, ObservabilityConfig
 from minivllm.config.parallel import ParallelConfig
 from minivllm.config.scheduler import SchedulerConfig
+from minivllm.config.speculative import SpeculativeConfig
 from minivllm.config.vllm import VllmConfig
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "ObservabilityConfig",
     "ParallelConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "VllmConfig",
 ]

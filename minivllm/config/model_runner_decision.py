@@ -199,8 +199,11 @@ def why_no_default_v2_model(model_config: ModelConfig) -> str | None:
 
 
 def get_v2_only_features(config: VllmConfig) -> list[str]:
-    """Features in use that only V2 has. In vLLM: speculative method "dspark", and diffusion models."""
-    return []
+    """Features in use that only V2 has. In vLLM: speculative method "dspark", and diffusion models.
+
+    Deviation from vLLM: the V1 runner here does not speculate; one way to verify drafts is enough to read.
+    """
+    return ["speculative decoding"] if config.speculative_config is not None else []
 
 
 def get_v2_unsupported_features(config: VllmConfig) -> list[str]:

@@ -19,6 +19,7 @@ from minivllm.config.model_runner_decision import (
 from minivllm.config.observability import ObservabilityConfig
 from minivllm.config.parallel import ParallelConfig
 from minivllm.config.scheduler import SchedulerConfig
+from minivllm.config.speculative import SpeculativeConfig
 from minivllm.exceptions import ConfigError
 
 
@@ -29,6 +30,7 @@ class VllmConfig:
     Attributes:
         model_config: None only for executors whose worker class brings no model (tests, walkthroughs).
         device: "cpu" or "cuda".
+        speculative_config: who proposes tokens; None when nobody does.
         instance_id: short random text that ties the processes of one run together.
         model_runner_decision: V1 or V2, and why.
     """
@@ -38,6 +40,7 @@ class VllmConfig:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    speculative_config: SpeculativeConfig | None = None
     device: str = "cpu"
     instance_id: str = ""
     # Deviation from vLLM: decided once, where the configuration is made, and sent to all processes with it. There,
@@ -60,6 +63,8 @@ class VllmConfig:
                     f"max_model_len={self.model_config.max_model_len} and chunked prefill is off: "
                     "the longest prompt could never be scheduled"
                 )
+        if self.speculative_config is not None:
+            self._verify_speculative_config(self.speculative_config)
         if not self.instance_id:
             import uuid
 
@@ -69,6 +74,24 @@ class VllmConfig:
             raise RunnerConfigError(self.model_runner_decision)
         if self.model_runner_decision.warning:
             warn_once(self.model_runner_decision.warning)
+
+    def _verify_speculative_config(self, speculative_config: SpeculativeConfig) -> None:
+        """Raises ConfigError for what speculative decoding cannot be combined with."""
+        for other, in_use in (
+            ("pipeline_parallel_size above 1", self.parallel_config.pipeline_parallel_size > 1),
+            ("async_scheduling", self.scheduler_config.async_scheduling),
+        ):
+            if in_use:
+                raise ConfigError(f"speculative_config does not work with {other}; leave one of them out")
+        if speculative_config.draft_model_config is not None:
+            speculative_config.draft_model_config.verify_with_parallel_config(
+                self.parallel_config.tensor_parallel_size, 1
+            )
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Draft tokens per request and step, at most; 0 without speculation."""
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
 
     @property
     def use_v2_model_runner(self) -> bool:

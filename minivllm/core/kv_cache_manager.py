@@ -16,7 +16,8 @@ class KVCacheManager:
     """Grows and frees the block list of each request.
 
     Invariants:
-        1. A request owns ceil(tokens scheduled so far / block_size) blocks, in order of position.
+        1. A request owns ceil(n / block_size) blocks, in order of position, where n is the most tokens that it had or
+           looked ahead to; rejected drafts give none back, as the next ones will need them.
         2. allocate_slots either gives all blocks that the step needs or changes nothing.
     """
 
@@ -28,14 +29,19 @@ class KVCacheManager:
     def blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0
+    ) -> list[int] | None:
         """Make room for the next `num_new_tokens` tokens of a request.
+
+        Args:
+            num_lookahead_tokens: more room behind them, for what a draft model writes when it proposes.
 
         Returns:
             The blocks added (often none, since a block holds several tokens), or None when the pool has too few.
         """
         blocks = self.req_to_blocks.get(request.request_id, _NO_BLOCKS)
-        total = request.num_computed_tokens + num_new_tokens
+        total = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
         missing = -(-total // self.block_size) - len(blocks)
         if missing <= 0:
             return _NO_BLOCKS

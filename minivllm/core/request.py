@@ -47,6 +47,7 @@ class Request:
     num_computed_tokens: tokens whose keys and values are in the cache once all scheduled steps have run.
     num_output_placeholders: tokens that scheduled steps will sample and nobody has seen yet; above zero only
         with several batches in flight.
+    spec_token_ids: proposed tokens that the next step verifies.
     num_in_flight: scheduled steps whose output has not been processed.
     next_decode_eligible_step: number of the first step in which its next token may be computed (async scheduling).
     known_to_workers: the workers hold a slot for it, so its end must be reported to them.
@@ -77,6 +78,7 @@ class Request:
         "prompt_token_ids",
         "request_id",
         "sampling_params",
+        "spec_token_ids",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -114,6 +116,7 @@ class Request:
         self.num_in_flight = 0
         self.next_decode_eligible_step = 0
         self.num_preemptions = 0
+        self.spec_token_ids: list[int] = []
         self.known_to_workers = False
         # After a preemption the prompt is computed again and its log-probabilities arrive a second time.
         self.prompt_logprobs_sent = 0

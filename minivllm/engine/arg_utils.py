@@ -19,6 +19,7 @@ from minivllm.config import (
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from minivllm.exceptions import ConfigError
@@ -35,7 +36,7 @@ class EngineArgs:
         distributed_executor_backend: "mp", "uni", an Executor class or its qualified name (None: "mp" for
             several ranks, else "uni").
         async_scheduling: schedule a step while the one before it runs (None: no).
-        speculative_config: must be None so far.
+        speculative_config: dict with the keys of SpeculativeConfig: method "ngram", or model, the draft model.
         trace: directory for the trace of this run (None: MINIVLLM_TRACE_DIR, else no trace).
         trace_level: "lifecycle", "rpc" or "message" (None: MINIVLLM_TRACE, or "rpc" when `trace` is given).
     """
@@ -85,22 +86,21 @@ class EngineArgs:
 
     def create_engine_config(self) -> VllmConfig:
         """Check everything that can be checked without starting a process. Raises ConfigError."""
-        if self.speculative_config is not None:
-            raise ConfigError("speculative_config is not supported yet; leave it out")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed={self.seed!r} is not valid: an integer is needed")
         device = resolve_device(self.device)
+        model_config = ModelConfig(
+            model=None if self.model is None else os.fspath(self.model),
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            seed=self.seed,
+            device=device,
+            enforce_eager=self.enforce_eager,
+            logits_processors=self.logits_processors,
+            logprobs_mode=self.logprobs_mode,
+        )
         return VllmConfig(
-            model_config=ModelConfig(
-                model=None if self.model is None else os.fspath(self.model),
-                dtype=self.dtype,
-                max_model_len=self.max_model_len,
-                seed=self.seed,
-                device=device,
-                enforce_eager=self.enforce_eager,
-                logits_processors=self.logits_processors,
-                logprobs_mode=self.logprobs_mode,
-            ),
+            model_config=model_config,
             cache_config=CacheConfig(
                 block_size=self.block_size,
                 gpu_memory_utilization=self.gpu_memory_utilization,
@@ -128,6 +128,9 @@ class EngineArgs:
                 async_scheduling=bool(self.async_scheduling),
             ),
             observability_config=self._observability_config(),
+            speculative_config=None
+            if self.speculative_config is None
+            else SpeculativeConfig.from_dict(self.speculative_config, model_config),
             device=device,
         )
 

@@ -115,6 +115,7 @@ class EngineCore:
         with tracing.span("engine_core.init_scheduler") as span:
             scheduler_class = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
             self.structured_output_manager = StructuredOutputManager(config)
+            self.use_spec_decode = config.speculative_config is not None
             self.scheduler = scheduler_class(config, num_gpu_blocks, self.structured_output_manager)
             # With pipeline stages, or with scheduling one step ahead, several batches are under way at once.
             self.batch_queue_size = config.max_concurrent_batches
@@ -167,7 +168,12 @@ class EngineCore:
         model_output = self._start_batch(scheduler_output).result()
         if model_output is None:
             return []
-        return self.scheduler.update_from_output(scheduler_output, model_output)
+        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
+        if self.use_spec_decode and self.scheduler.running:
+            drafts = self.model_executor.take_draft_token_ids()
+            if drafts is not None:
+                self.scheduler.update_draft_token_ids(drafts)
+        return outputs
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
         """One step with several batches in flight: fill the queue first, wait for its oldest batch only then.

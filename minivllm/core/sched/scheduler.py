@@ -15,7 +15,8 @@ from minivllm.core.request import Request, RequestStatus
 from minivllm.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from minivllm.core.sched.request_queue import FCFSRequestQueue
 from minivllm.engine import EngineCoreLogprobs, EngineCoreOutput
-from minivllm.outputs import LogprobsLists, ModelRunnerOutput
+from minivllm.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
+from minivllm.spec_decode.metrics import SpecDecodingStats
 from minivllm.structured_output import StructuredOutputManager
 
 
@@ -45,6 +46,9 @@ class Scheduler:
         structured_output_manager: StructuredOutputManager | None = None,
     ) -> None:
         self.structured_output_manager = structured_output_manager
+        speculative_config = vllm_config.speculative_config
+        self.num_lookahead_tokens = speculative_config.num_lookahead_tokens if speculative_config else 0
+        self.spec_decoding_stats = SpecDecodingStats() if speculative_config is not None else None
         self.scheduler_config = vllm_config.scheduler_config
         self.max_num_running_reqs = self.scheduler_config.max_num_seqs
         self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens
@@ -140,18 +144,25 @@ class Scheduler:
             request = running[index]
             index += 1
             num_new_tokens = self._num_new_tokens(request)
+            num_drafts = len(request.spec_token_ids)
+            num_new_tokens += num_drafts
             if num_new_tokens > token_budget:
+                num_drafts -= min(num_drafts, num_new_tokens - token_budget)
                 num_new_tokens = token_budget
             if num_new_tokens <= 0:
                 # All its tokens are computed or in flight: it waits for the one that is being sampled.
                 continue
-            new_blocks = allocate_slots(request, num_new_tokens)
+            lookahead = self._lookahead(request, num_new_tokens)
+            new_blocks = allocate_slots(request, num_new_tokens, lookahead)
             while new_blocks is None:
                 victim = running.pop()
                 self._preempt_request(victim, output)
                 if victim is request:
                     return token_budget
-                new_blocks = allocate_slots(request, num_new_tokens)
+                new_blocks = allocate_slots(request, num_new_tokens, lookahead)
+            if num_drafts:
+                output.scheduled_spec_decode_tokens[request.request_id] = request.spec_token_ids[:num_drafts]
+            request.spec_token_ids = []
             cached.req_ids.append(request.request_id)
             cached.new_block_ids.append(new_blocks or None)
             cached.num_computed_tokens.append(request.num_computed_tokens)
@@ -170,7 +181,8 @@ class Scheduler:
                 if not self.scheduler_config.enable_chunked_prefill:
                     break
                 num_new_tokens = token_budget
-            if self.kv_cache_manager.allocate_slots(request, num_new_tokens) is None:
+            lookahead = self._lookahead(request, num_new_tokens)
+            if self.kv_cache_manager.allocate_slots(request, num_new_tokens, lookahead) is None:
                 break
             self.waiting.pop_request()
             self.running.append(request)
@@ -197,6 +209,14 @@ class Scheduler:
         """Tokens known but not computed; at most 0 while the next one is still being sampled."""
         return request.num_tokens - request.num_computed_tokens
 
+    def _lookahead(self, request: Request, num_new_tokens: int) -> int:
+        """Room for a draft model behind the tokens of a step, but not beyond the last token that can be computed, or
+        a request that just fits would never run."""
+        if not self.num_lookahead_tokens:
+            return 0
+        last = request.num_prompt_tokens + request.max_tokens - 1
+        return max(0, min(self.num_lookahead_tokens, last - request.num_computed_tokens - num_new_tokens))
+
     def _advance(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed at once: the next step may be scheduled before this one has run."""
         request.num_computed_tokens += num_new_tokens
@@ -210,6 +230,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        request.spec_token_ids = []
         request.known_to_workers = False
         request.prompt_logprobs_to_skip = request.prompt_logprobs_sent
         self.waiting.prepend_request(request)
@@ -237,6 +258,17 @@ class Scheduler:
         assert self.structured_output_manager is not None
         return GrammarOutput(list(rows), self.structured_output_manager.grammar_bitmask(list(rows.values())))
 
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take over what is proposed to come next; the next step that a request is in verifies it."""
+        for req_id, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            request = self.requests.get(req_id)
+            if request is None or not request.known_to_workers:
+                # Ended with this step.
+                continue
+            # The step that verifies n drafts may give n + 1 tokens, and more than are wanted would only cost time.
+            wanted = request.max_tokens - (request.num_tokens - request.num_prompt_tokens) - 1
+            request.spec_token_ids = drafts[: max(wanted, 0)]
+
     # --- its result
 
     def update_from_output(
@@ -244,11 +276,21 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         if tracing.active:
             with tracing.span("scheduler.update_from_output") as span:
+                if self.spec_decoding_stats is not None:
+                    drafts_before = self.spec_decoding_stats.num_draft_tokens
+                    accepted_before = self.spec_decoding_stats.num_accepted_tokens
                 outputs = self._update_from_output(scheduler_output, model_runner_output)
                 span.set(
                     num_new_tokens=sum(len(o.new_token_ids) for o in outputs),
                     num_finished=sum(o.finish_reason is not None for o in outputs),
                 )
+                if self.spec_decoding_stats is not None:
+                    stats = self.spec_decoding_stats
+                    span.set(
+                        num_draft_tokens=stats.num_draft_tokens - drafts_before,
+                        num_accepted_tokens=stats.num_accepted_tokens - accepted_before,
+                        acceptance_rate=round(stats.acceptance_rate, 4),
+                    )
                 return outputs
         return self._update_from_output(scheduler_output, model_runner_output)
 
@@ -274,6 +316,9 @@ class Scheduler:
                 self._forget_outliving_step(req_id)
                 continue
             request.num_in_flight -= 1
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id)
+            if drafts:
+                self._drafts_verified(request, len(drafts), len(token_ids) - 1)
             prompt_logprobs = all_prompt_logprobs.get(req_id) if all_prompt_logprobs else None
             if not token_ids and prompt_logprobs is None:
                 continue
@@ -310,6 +355,12 @@ class Scheduler:
         remaining = self._outliving_steps.pop(req_id, 1) - 1
         if remaining:
             self._outliving_steps[req_id] = remaining
+
+    def _drafts_verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Take back what _advance counted for drafts that do not stand."""
+        request.num_computed_tokens -= num_drafts - num_accepted
+        assert self.spec_decoding_stats is not None
+        self.spec_decoding_stats.observe_draft(num_drafts, num_accepted)
 
     def _tokens_arrived(self, request: Request, num_tokens: int) -> None:
         """For AsyncScheduler, which counts tokens that it has not seen."""

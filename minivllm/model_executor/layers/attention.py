@@ -49,7 +49,7 @@ class AttentionMetadata:
 
     Attributes:
         slot_mapping: where each token's key and value go: block and offset in it, `[num_tokens]` each.
-        num_decodes: rows with one token; they come first.
+        num_decodes: rows with one token; they come first. A row with drafts counts as one per token.
         decode_pages: `[2 * num_decodes * num_kv_heads * blocks]` their pages (see page_indices); shorter rows are
             filled up with the null block.
         decode_mask: `[num_decodes * num_kv_heads, 1, blocks * block_size]` added to the scores: -inf beyond a row's end.

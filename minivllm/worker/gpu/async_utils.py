@@ -36,7 +36,9 @@ class AsyncOutput(AsyncModelRunnerOutput):
         self.req_ids = req_ids
         self.is_sampled = is_sampled
         self.event: torch.cuda.Event | None = None
-        self.sampled = sampler_output.sampled_token_ids
+        token_ids = sampler_output.token_ids
+        self.has_several = token_ids is not None
+        self.sampled = sampler_output.sampled_token_ids if token_ids is None else token_ids
         self.logprobs = sampler_output.logprobs
         self.prompt_logprobs = prompt_logprobs
         if copy_stream is not None:
@@ -52,7 +54,11 @@ class AsyncOutput(AsyncModelRunnerOutput):
         if self.event is not None:
             self.event.synchronize()
         tokens = self.sampled.tolist()
-        if self.is_sampled is None:
+        if self.has_several:
+            tokens = [[token for token in row if token >= 0] for row in tokens]
+            each = [True] * len(tokens) if self.is_sampled is None else self.is_sampled.tolist()
+            sampled = [row if s else [] for row, s in zip(tokens, each, strict=True)]
+        elif self.is_sampled is None:
             sampled = [[token] for token in tokens]
         else:
             sampled = [[t] if s else [] for t, s in zip(tokens, self.is_sampled.tolist(), strict=True)]

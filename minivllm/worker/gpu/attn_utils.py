@@ -62,11 +62,20 @@ class AttentionMetadataBuilder:
     Args:
         num_kv_heads: of this rank.
         dtype: of queries, for masks.
+        decode_query_len: rows of up to that many tokens are taken apart into rows of one token; more than 1 when
+            drafts are verified.
     """
 
     def __init__(
-        self, max_model_len: int, block_size: int, num_kv_heads: int, dtype: torch.dtype, device: torch.device
+        self,
+        max_model_len: int,
+        block_size: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        decode_query_len: int = 1,
     ) -> None:
+        self.decode_query_len = decode_query_len
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
@@ -81,15 +90,18 @@ class AttentionMetadataBuilder:
         """The batch as attention sees it."""
         metadata = AttentionMetadata(block_tables.compute_slot_mappings(batch.token_slots, batch.positions))
         if batch.num_tokens == batch.num_reqs:
-            self._add_decodes(metadata, batch.idx_mapping, batch.seq_lens, batch.seq_lens_np, block_tables)
+            longest = int(batch.seq_lens_np.max())
+            self._add_decodes(metadata, batch.idx_mapping, batch.seq_lens, longest, block_tables)
             return metadata
-        num_decodes = int(np.searchsorted(batch.num_scheduled_tokens, 2))
+        num_decodes = int(np.searchsorted(batch.num_scheduled_tokens, self.decode_query_len + 1))
         if num_decodes:
+            # Keys and values are written before they are read, so that a token can see those before it in its row.
+            num_tokens = int(batch.query_start_loc_np[num_decodes])
             self._add_decodes(
                 metadata,
-                batch.idx_mapping[:num_decodes],
-                batch.seq_lens[:num_decodes],
-                batch.seq_lens_np[:num_decodes],
+                batch.token_slots[:num_tokens],
+                batch.positions[:num_tokens] + 1,
+                int(batch.seq_lens_np[:num_decodes].max()),
                 block_tables,
             )
         for row in range(num_decodes, batch.num_reqs):
@@ -106,18 +118,29 @@ class AttentionMetadataBuilder:
             metadata.prefills.append(PrefillMetadata(start, end, pages, seq_len, mask))
         return metadata
 
+    def build_decodes(
+        self, token_slots: Tensor, positions: Tensor, longest: int, block_tables: BlockTables
+    ) -> AttentionMetadata:
+        """A batch of `[n]` tokens, each of which sees all of its request up to itself.
+
+        Args:
+            longest: number of tokens that the longest request has, or more.
+        """
+        metadata = AttentionMetadata(block_tables.compute_slot_mappings(token_slots, positions))
+        self._add_decodes(metadata, token_slots, positions + 1, longest, block_tables)
+        return metadata
+
     def _add_decodes(
         self,
         metadata: AttentionMetadata,
-        idx_mapping: Tensor,
+        slots: Tensor,
         seq_lens: Tensor,
-        seq_lens_np: np.ndarray,
+        longest: int,
         block_tables: BlockTables,
     ) -> None:
-        num_decodes = len(seq_lens_np)
-        num_blocks = -(-int(seq_lens_np.max()) // self.block_size)
-        block_ids = block_tables.gather_block_tables(idx_mapping, num_blocks)
-        metadata.num_decodes = num_decodes
+        num_blocks = -(-longest // self.block_size)
+        block_ids = block_tables.gather_block_tables(slots, num_blocks)
+        metadata.num_decodes = slots.shape[0]
         metadata.decode_pages = page_indices(block_ids, self.num_kv_heads, self.head_index)
         length = num_blocks * self.block_size
         ends = seq_lens.view(-1, 1, 1, 1).expand(-1, self.num_kv_heads, -1, -1)

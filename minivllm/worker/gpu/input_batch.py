@@ -47,9 +47,11 @@ class InputBatch:
             scheduler thinks they are.
         input_ids, positions: `[num_tokens]`.
         token_slots: `[num_tokens]` slot of each token's request.
-        logits_indices: `[num_reqs]` last token of each row; None when each row has one token.
+        logits_indices: `[num_logits]` the tokens that something is chosen after: the last of each row, and as many
+            before it as the row has drafts; None when each row has one token.
         is_sampled_np: `[num_reqs]` whether the row's next token is sampled, or its prompt is not done yet.
         all_sampled: whether that is so for all rows.
+        num_draft_tokens_np: `[num_reqs]` how many of a row's last tokens are drafts; None when there are none at all.
     """
 
     req_ids: list[str]
@@ -67,15 +69,20 @@ class InputBatch:
     logits_indices: Tensor | None
     is_sampled_np: np.ndarray
     all_sampled: bool
+    num_draft_tokens_np: np.ndarray | None = None
 
 
 def make_input_batch(
-    num_scheduled_tokens: dict[str, int], states: RequestState, buffers: InputBuffers
+    num_scheduled_tokens: dict[str, int],
+    states: RequestState,
+    buffers: InputBuffers,
+    draft_tokens: dict[str, list[int]] | None = None,
 ) -> InputBatch:
     """Order the requests, decode before prefill, and write the model's inputs.
 
     Args:
         num_scheduled_tokens: request → number of tokens, not empty.
+        draft_tokens: request → the last of them, which are to be verified.
     """
     device, num_reqs = buffers.device, len(num_scheduled_tokens)
     num_tokens_np = np.fromiter(num_scheduled_tokens.values(), np.int64, num_reqs)
@@ -96,6 +103,7 @@ def make_input_batch(
     seq_lens = buffers.seq_lens[:num_reqs]
     num_computed = states.num_computed_tokens.gpu
     logits_indices: Tensor | None
+    num_draft_tokens_np = None
     if num_tokens == num_reqs:
         # One token each: rows are tokens.
         query_start_loc_np = buffers.arange_np[: num_reqs + 1]
@@ -112,7 +120,11 @@ def make_input_batch(
         torch.add(buffers.arange[:num_tokens], starts.index_select(0, row_of_token), out=positions)
         torch.add(starts, query_start_loc[1:], out=seq_lens)
         logits_indices = query_start_loc[1:] - 1
-    if least_beyond_prefill > 0:
+        if draft_tokens:
+            num_draft_tokens_np, logits_indices = combine_sampled_and_draft_tokens(
+                req_ids, draft_tokens, query_start_loc_np, states, device
+            )
+    if least_beyond_prefill > 0 and num_draft_tokens_np is None:
         # Nobody prefills: the inputs are the tokens sampled last, which the CPU need not know.
         torch.index_select(states.last_sampled_tokens, 0, token_slots, out=input_ids)
     else:
@@ -135,15 +147,46 @@ def make_input_batch(
         logits_indices=logits_indices,
         is_sampled_np=beyond_prefill_np >= 0,
         all_sampled=least_beyond_prefill >= 0,
+        num_draft_tokens_np=num_draft_tokens_np,
     )
 
 
-def post_update(batch: InputBatch, states: RequestState, sampled_token_ids: Tensor) -> None:
+def combine_sampled_and_draft_tokens(
+    req_ids: list[str],
+    draft_tokens: dict[str, list[int]],
+    query_start_loc_np: np.ndarray,
+    states: RequestState,
+    device: torch.device,
+) -> tuple[np.ndarray, Tensor]:
+    """Put drafts behind the tokens that stand, where inputs are read from; those that are accepted are in place then.
+
+    Returns:
+        `[num_reqs]` number of drafts, and `[num_logits]` logits_indices.
+    """
+    num_drafts_np = np.zeros(len(req_ids), dtype=np.int64)
+    for row, req_id in enumerate(req_ids):
+        drafts = draft_tokens.get(req_id)
+        if drafts:
+            num_drafts_np[row] = len(drafts)
+            slot = states.req_id_to_index[req_id]
+            states.all_token_ids.stage_write(slot, int(states.num_computed_tokens_np[slot]) + 1, drafts)
+    states.all_token_ids.apply_write()
+    ends = query_start_loc_np[1:]
+    indices = [np.arange(end - 1 - n, end) for end, n in zip(ends, num_drafts_np, strict=True)]
+    return num_drafts_np, async_copy_to_gpu(np.concatenate(indices), device)
+
+
+def post_update(
+    batch: InputBatch, states: RequestState, sampled_token_ids: Tensor, num_rejected: Tensor | None = None
+) -> None:
     """Advance the states on the device: tokens computed, last token, token history.
 
     Args:
-        sampled_token_ids: `[num_reqs]`; the entries of rows whose prompt is not done yet mean nothing.
+        sampled_token_ids: `[num_reqs]` last new token; the entries of rows whose prompt is not done yet mean nothing.
+        num_rejected: `[num_reqs]` drafts that count as if they had never been computed.
     """
+    if num_rejected is not None:
+        batch.seq_lens.sub_(num_rejected)
     slots, seq_lens = batch.idx_mapping, batch.seq_lens
     post_update_num_computed_tokens(batch, states)
     if not batch.all_sampled:

@@ -44,6 +44,9 @@ from minivllm.worker.gpu.sample.output import SamplerOutput
 from minivllm.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from minivllm.worker.gpu.sample.sampler import Sampler
 from minivllm.worker.gpu.shutdown import free_before_shutdown
+from minivllm.worker.gpu.spec_decode import init_speculator
+from minivllm.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from minivllm.worker.gpu.spec_decode.speculator import Speculator
 from minivllm.worker.gpu.states import RequestState
 from minivllm.worker.gpu.structured_outputs import StructuredOutputsWorker
 
@@ -96,6 +99,8 @@ class GPUModelRunner:
         self.output_copy_stream = make_copy_stream(device)
         self.model: CausalLM | None = None
         self.kv_caches: list[Tensor] = []
+        self.rejection_sampler: RejectionSampler | None = None
+        self.speculator: Speculator | None = None
         self.execute_model_state: ExecuteModelState | None = None
 
     def load_model(self) -> None:
@@ -116,6 +121,11 @@ class GPUModelRunner:
                 )
                 self.prompt_logprobs_worker = PromptLogprobsWorker(self.max_num_reqs)
                 self.structured_outputs_worker = StructuredOutputsWorker(vocab_size, self.device)
+                self.speculator = init_speculator(
+                    self.vllm_config, self.req_states, self.sampler.sampling_states, self.device
+                )
+                if self.speculator is not None:
+                    self.rejection_sampler = RejectionSampler(self.sampler, self.device)
             if not self.is_first_pp_rank:
                 self.intermediate_tensors = self.model.make_empty_intermediate_tensors(self.max_num_tokens)
             s.set(
@@ -123,12 +133,17 @@ class GPUModelRunner:
                 sampler="not built: only the last pipeline stage samples"
                 if self.sampler is None
                 else "built: this is the last pipeline stage",
-                rejection_sampler="not built: no speculative decoding",
+                rejection_sampler="not built: no speculative decoding"
+                if self.speculator is None
+                else f"built: verifies what {type(self.speculator).__name__} proposes",
             )
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """Layer name → spec, for the layers of this rank."""
-        return get_kv_cache_spec(self.vllm_config, self._model)
+        specs = get_kv_cache_spec(self.vllm_config, self._model)
+        if self.speculator is not None:
+            specs |= self.speculator.get_kv_cache_spec()
+        return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache and the tables that say whose blocks are whose."""
@@ -136,6 +151,8 @@ class GPUModelRunner:
         with tracing.span("runner.initialize_kv_cache", num_blocks=kv_cache_config.num_blocks) as s:
             self.block_tables = BlockTables(block_size, self.max_num_reqs, self.max_model_len, self.device)
             self.kv_caches = init_kv_cache(kv_cache_config, self._model, self.dtype, self.device)
+            if self.speculator is not None:
+                self.kv_caches += self.speculator.initialize_kv_cache(kv_cache_config, self.block_tables)
             s.set(
                 layers=len(self.kv_caches),
                 bytes=kv_cache_config.total_bytes,
@@ -234,7 +251,10 @@ class GPUModelRunner:
                 return ModelRunnerOutput()
             with tracing.span("runner.prepare_inputs") if tracing.active else NO_SPAN as s:
                 batch = make_input_batch(
-                    scheduler_output.num_scheduled_tokens, self.req_states, self.input_buffers
+                    scheduler_output.num_scheduled_tokens,
+                    self.req_states,
+                    self.input_buffers,
+                    scheduler_output.scheduled_spec_decode_tokens,
                 )
                 model_inputs = self.model_state.prepare_inputs(batch)
                 attn_metadata = self.model_state.prepare_attn(batch, self.block_tables)
@@ -300,7 +320,11 @@ class GPUModelRunner:
                 self.output_copy_stream,
             )
             with tracing.span("runner.postprocess") if tracing.active else NO_SPAN:
-                post_update(batch, self.req_states, sampler_output.sampled_token_ids)
+                post_update(
+                    batch, self.req_states, sampler_output.sampled_token_ids, sampler_output.num_rejected
+                )
+            if self.speculator is not None:
+                self.speculator.run(batch, sampler_output)
             if tracing.active:
                 step.set(sampled=int(batch.is_sampled_np.sum()))
         return output
@@ -314,12 +338,13 @@ class GPUModelRunner:
         logits = self._model.compute_logits(hidden_states)
         if grammar_output is not None:
             self.structured_outputs_worker.apply_grammar_bitmask(logits, batch, grammar_output)
-        assert self.sampler is not None
-        return self.sampler(logits, batch)
+        sampler = self.rejection_sampler or self.sampler
+        assert sampler is not None
+        return sampler(logits, batch)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """None: nothing is speculated."""
-        return None
+        """What the last step led to; None when nothing is speculated."""
+        return None if self.speculator is None else self.speculator.take_draft_token_ids()
 
     def capture_model(self) -> None:
         """Record CUDA graphs; on a CPU there are none to record."""
@@ -333,6 +358,7 @@ class GPUModelRunner:
         """Drop cache and model, so that an engine in the caller's process leaves no memory behind."""
         self.platform.synchronize()
         self.execute_model_state = None
+        self.speculator = self.rejection_sampler = None
         free_before_shutdown(self.model, self.kv_caches)
         self.model = None
         self.platform.empty_cache()

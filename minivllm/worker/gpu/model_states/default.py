@@ -28,6 +28,7 @@ class DefaultModelState(ModelState):
             self.model_config.get_num_kv_heads(vllm_config.parallel_config.tensor_parallel_size),
             dtype,
             device,
+            1 + vllm_config.num_speculative_tokens,
         )
 
     def prepare_inputs(self, batch: InputBatch) -> dict[str, Tensor]:

@@ -38,9 +38,13 @@ class LogprobsTensors:
 @dataclass(slots=True)
 class SamplerOutput:
     """Attributes:
-    sampled_token_ids: `[num_reqs]` int64.
-    logprobs: request → one row, for requests that asked.
+    sampled_token_ids: `[num_reqs]` int64, the last new token of each row.
+    logprobs: request → a row for each new token, for requests that asked; after a verification perhaps some more.
+    token_ids: `[num_reqs, most new tokens]` all new tokens, filled up with -1; None when there is one per row.
+    num_rejected: `[num_reqs]` draft tokens that do not stand; None together with token_ids.
     """
 
     sampled_token_ids: Tensor
     logprobs: dict[str, LogprobsTensors] = field(default_factory=dict)
+    token_ids: Tensor | None = None
+    num_rejected: Tensor | None = None

@@ -55,15 +55,21 @@ class PenaltiesState:
         for table in (self.repetition, self.presence, self.frequency):
             table.copy_to_uva()
 
-    def apply_penalties(self, logits: Tensor, rows: Tensor, slots: Tensor) -> None:
+    def apply_penalties(
+        self, logits: Tensor, rows: Tensor, slots: Tensor, drafts: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """Change the logits of the given rows in place.
 
         Args:
             logits: `[num_reqs, vocab_size]`.
             rows, slots: `[n]` rows of `logits` that use penalties, and their slots.
+            drafts: tokens that are to be counted in some rows only, as pairs of row and token, `[m]` each.
         """
         chosen = logits.index_select(0, rows)
         counts = self.output_counts.index_select(0, slots)
+        if drafts is not None:
+            one = torch.ones(1, dtype=torch.int32, device=self.device)
+            counts.index_put_((torch.searchsorted(rows, drafts[0]), drafts[1]), one, accumulate=True)
         in_output = counts > 0
         seen = self.in_prompt.index_select(0, slots).logical_or_(in_output)
         repetition = self.repetition.gpu.index_select(0, slots).view(-1, 1)
@@ -73,7 +79,8 @@ class PenaltiesState:
         chosen -= in_output * self.presence.gpu.index_select(0, slots).view(-1, 1)
         logits.index_copy_(0, rows, chosen)
 
-    def count(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Count the tokens that the given slots have just got; both `[n]`."""
-        one = torch.ones(1, dtype=torch.int32, device=self.device)
-        self.output_counts.index_put_((slots, token_ids), one, accumulate=True)
+    def count(self, slots: Tensor, token_ids: Tensor, stands: Tensor | None = None) -> None:
+        """Count the tokens that the given slots have just got; all `[n]`, where `stands` is false nothing is counted."""
+        if stands is None:
+            stands = torch.ones(1, device=self.device)
+        self.output_counts.index_put_((slots, token_ids), stands.to(torch.int32), accumulate=True)

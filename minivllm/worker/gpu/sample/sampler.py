@@ -87,8 +87,31 @@ class Sampler:
         needs = int(np.bitwise_or.reduce(row_needs))
         if not needs:
             return SamplerOutput(logits.argmax(dim=-1))
+        raw_logits, sampled = self.choose(logits, batch, row_needs)
+        if needs & PENALTIES:
+            self.count(batch, row_needs, sampled)
+        output = SamplerOutput(sampled)
+        if needs & LOGPROBS:
+            rows = np.flatnonzero((row_needs & LOGPROBS > 0) & batch.is_sampled_np)
+            output.logprobs = self._logprobs(raw_logits, sampled, batch, rows)
+        return output
+
+    def choose(
+        self,
+        logits: Tensor,
+        batch: InputBatch,
+        row_needs: np.ndarray,
+        drafts: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """A token for each row, `[n]`, after the logits as the model gave them, `[n, vocab_size]`, for log-probabilities.
+
+        Args:
+            row_needs: `[n]` flags.
+            drafts: tokens that penalties count although they may not stand; pairs of row and token.
+        """
+        slots_np, lens = batch.idx_mapping_np, batch.seq_lens_np
+        needs = int(np.bitwise_or.reduce(row_needs))
         raw_logits = logits.clone() if needs & LOGPROBS and needs != LOGPROBS else logits
-        lens = batch.seq_lens_np
         if needs & LOGIT_BIAS:
             rows = np.flatnonzero(row_needs & LOGIT_BIAS)
             self.logit_bias_state.apply_logit_bias(logits, rows, slots_np[rows], lens[rows])
@@ -96,26 +119,32 @@ class Sampler:
             rows = np.flatnonzero(row_needs & PENALTIES)
             rows_gpu = async_copy_to_gpu(rows, self.device)
             self.penalties_state.apply_penalties(
-                logits, rows_gpu, batch.idx_mapping.index_select(0, rows_gpu)
+                logits, rows_gpu, batch.idx_mapping.index_select(0, rows_gpu), drafts
             )
         if needs & BAD_WORDS:
             rows = np.flatnonzero(row_needs & BAD_WORDS)
             self.bad_words_state.apply_bad_words(logits, rows, slots_np[rows], lens[rows])
         if needs & RANDOM:
-            sampled = self.sampling_states.sample(logits, batch.idx_mapping, slots_np, batch.seq_lens)
-        else:
-            sampled = logits.argmax(dim=-1)
-        if needs & PENALTIES:
-            rows = np.flatnonzero((row_needs & PENALTIES > 0) & batch.is_sampled_np)
-            rows_gpu = async_copy_to_gpu(rows, self.device)
-            self.penalties_state.count(
-                batch.idx_mapping.index_select(0, rows_gpu), sampled.index_select(0, rows_gpu)
+            return raw_logits, self.sampling_states.sample(
+                logits, batch.idx_mapping, slots_np, batch.seq_lens
             )
-        output = SamplerOutput(sampled)
-        if needs & LOGPROBS:
-            rows = np.flatnonzero((row_needs & LOGPROBS > 0) & batch.is_sampled_np)
-            output.logprobs = self._logprobs(raw_logits, sampled, batch, rows)
-        return output
+        return raw_logits, logits.argmax(dim=-1)
+
+    def count(
+        self, batch: InputBatch, row_needs: np.ndarray, sampled: Tensor, stands: Tensor | None = None
+    ) -> None:
+        """Tell the penalties what was sampled; `stands` `[n]` says of which rows it is kept (None: of all)."""
+        rows = np.flatnonzero((row_needs & PENALTIES > 0) & batch.is_sampled_np)
+        rows_gpu = async_copy_to_gpu(rows, self.device)
+        self.penalties_state.count(
+            batch.idx_mapping.index_select(0, rows_gpu),
+            sampled.index_select(0, rows_gpu),
+            None if stands is None else stands.index_select(0, rows_gpu),
+        )
+
+    def compute_logprobs(self, logits: Tensor, token_ids: Tensor, slot: int) -> LogprobsTensors:
+        """Those that one request asks for, `[n]` positions of it."""
+        return compute_topk_logprobs(logits, int(self.sampling_states.num_logprobs[slot]), token_ids)
 
     def _logprobs(
         self, logits: Tensor, sampled: Tensor, batch: InputBatch, rows: np.ndarray
