@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import coverage
+import explorer
 import source
 import steps
 import symbols
@@ -277,4 +278,6 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put code of the package, and timelines and steps of recorded runs, into the pages that name them."""
-    return steps.expand(timelines.expand(symbols.expand(markdown, page), page), page)
+    for expand in (symbols.expand, timelines.expand, steps.expand, explorer.expand):
+        markdown = expand(markdown, page)
+    return markdown
