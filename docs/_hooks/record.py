@@ -28,14 +28,17 @@ class Recording:
         arguments: of `minivllm generate`.
         failpoints: value of MINIVLLM_FAILPOINTS.
         code: exit code that the run must have.
+        runner: value of MINIVLLM_USE_V2_MODEL_RUNNER.
     """
 
     arguments: tuple[str, ...]
     failpoints: str = ""
     code: int = 0
+    runner: str = ""
 
 
 PROMPTS = ("A generator is", "The import statement", "Exceptions are")
+TP1 = ("--tp", "1", "--max-tokens", "8", "--trace-level")
 TP2 = ("--tp", "2", "--max-tokens", "8", "--trace-level")
 RECORDINGS = {
     "tp2": Recording((*PROMPTS, *TP2, "message")),
@@ -43,6 +46,8 @@ RECORDINGS = {
     "kill-in-load": Recording((*PROMPTS, *TP2, "lifecycle"), "worker.load_model@rank1=kill", code=1),
     "kill-in-step": Recording((*PROMPTS, *TP2, "rpc"), "model.forward@rank1#6=kill", code=1),
     "raise-in-step": Recording((*PROMPTS, *TP2, "rpc"), "model.forward@rank1#6=raise", code=1),
+    "runner-v1": Recording((*PROMPTS, *TP1, "rpc"), runner="0"),
+    "runner-v2": Recording((*PROMPTS, *TP1, "rpc"), runner="1"),
 }
 
 
@@ -59,7 +64,12 @@ def record(name: str) -> None:
             "--trace",
             str(trace),
         ]
-        environment = {**os.environ, "MINIVLLM_FAILPOINTS": recording.failpoints, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "MINIVLLM_FAILPOINTS": recording.failpoints,
+            "MINIVLLM_USE_V2_MODEL_RUNNER": recording.runner,
+            "OMP_NUM_THREADS": "1",
+        }
         done = subprocess.run(
             command, env=environment, cwd=ROOT, timeout=120, check=False, capture_output=True, text=True
         )
