@@ -21,7 +21,7 @@ ARGS ?=
 help:
 	@echo "make demo         set up and run the main job: three prompts on two worker processes, with timelines"
 	@echo "make test         set up and run the test suite (ARGS='tests/test_project.py -x' narrows it)"
-	@echo "make test-crash   the whole crash matrix: every span on every process, killed there"
+	@echo "make test-crash   the whole crash matrix: every step, on every process, killed there; writes docs/crash_matrix.md"
 	@echo "make bench        the benchmarks (queue round trip, collective_rpc, tracing levels)"
 	@echo "make lint         ruff check, ruff format --check, mypy"
 	@echo "make docs         build the site into site/ (strict); make docs-serve shows it on port 8000"
@@ -89,7 +89,7 @@ test: $(VENV)/.stamp-dev
 	@$(PY) -m pytest $(ARGS)
 
 test-crash: $(VENV)/.stamp-dev
-	@$(PY) -m pytest tests/crash -m crash $(ARGS)
+	@CRASH_MATRIX=write $(PY) -m pytest tests/crash -m crash $(ARGS)
 
 bench: $(VENV)/.stamp-dev
 	@$(PY) -m pytest tests/benchmarks -m bench $(ARGS)
