@@ -22,7 +22,7 @@ help:
 	@echo "make demo         set up and run the main job: three prompts on two worker processes, with timelines"
 	@echo "make test         set up and run the test suite (ARGS='tests/test_project.py -x' narrows it)"
 	@echo "make test-crash   the whole crash matrix: every step, on every process, killed there; writes docs/crash_matrix.md"
-	@echo "make bench        the benchmarks (queue round trip, collective_rpc, tracing levels)"
+	@echo "make bench        the benchmarks (queue, collective_rpc, spans, steps); BENCH=mq runs one of them"
 	@echo "make lint         ruff check, ruff format --check, mypy"
 	@echo "make docs         build the site into site/ (strict); make docs-serve shows it on port 8000"
 	@echo "make docs-assets  record the runs again that the site's pages show"
@@ -92,7 +92,9 @@ test-crash: $(VENV)/.stamp-dev
 	@CRASH_MATRIX=write $(PY) -m pytest tests/crash -m crash $(ARGS)
 
 bench: $(VENV)/.stamp-dev
-	@$(PY) -m pytest tests/benchmarks -m bench $(ARGS)
+	@for script in $(if $(BENCH),tests/benchmarks/bench_$(BENCH).py,tests/benchmarks/bench_*.py); do \
+	  echo "==> $$script"; $(PY) $$script $(ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.stamp-dev
 	@$(BIN)/ruff check
