@@ -16,8 +16,8 @@ from minivllm.tracing.encode import KINDS
 PACKAGE = Path(minivllm.__file__).parent
 VLLM = os.environ.get("MINIVLLM_VLLM_SOURCE")  # directory that holds the package `vllm` of 0.25.1
 
-# Steps of pipeline parallelism and speculative decoding: their rows stand, the code does not have them yet.
-LATER = {"dist.send", "dist.recv", "runner.propose_draft"}
+# Steps of pipeline parallelism: their rows stand, the code does not have them yet.
+LATER = {"dist.send", "dist.recv"}
 
 rows = pytest.mark.parametrize("row", BY_INDEX, ids=lambda row: row.name)
 

@@ -89,6 +89,9 @@ class IncrementalDetokenizer:
             if self._stop and num_tokens > self._min_tokens:
                 stop_string = self._cut_at_stop_string(old_length)
                 if stop_string is not None:
+                    # Deviation from vLLM: tokens that came in the same step behind the stop string (accepted drafts)
+                    # are dropped, as if they had never been speculated. There they stay in token_ids.
+                    del self.token_ids[num_tokens:]
                     return stop_string
         return None
 

@@ -33,12 +33,18 @@ class LogprobsProcessor:
             None if params.prompt_logprobs is None else [None]
         )
 
-    def update(self, rows: EngineCoreLogprobs | None, prompt_rows: EngineCoreLogprobs | None) -> None:
+    def update(
+        self, rows: EngineCoreLogprobs | None, prompt_rows: EngineCoreLogprobs | None, num_tokens: int
+    ) -> None:
+        """Args:
+        num_tokens: tokens the request has now; rows of tokens after a stop string are left out.
+        """
         if prompt_rows is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs.extend(self._positions(prompt_rows))
         if rows is not None and self.logprobs is not None and self.cumulative_logprob is not None:
-            self.logprobs.extend(self._positions(rows))
-            self.cumulative_logprob += sum(row[0] for row in rows.logprobs)
+            num_new = num_tokens - len(self.logprobs)
+            self.logprobs.extend(self._positions(rows)[:num_new])
+            self.cumulative_logprob += sum(row[0] for row in rows.logprobs[:num_new])
 
     def _positions(self, rows: EngineCoreLogprobs) -> list[dict[int, Logprob]]:
         decode = self._decode_token

@@ -134,7 +134,8 @@ class OutputProcessor:
             stop_terminated = finish_reason is FinishReason.STOP and not output.ended_by_grammar
             stop_string = state.detokenizer.update(output.new_token_ids, stop_terminated)
             if state.logprobs_processor is not None:
-                state.logprobs_processor.update(output.logprobs, output.prompt_logprobs)
+                num_tokens = len(state.detokenizer.token_ids)
+                state.logprobs_processor.update(output.logprobs, output.prompt_logprobs, num_tokens)
             if stop_string is not None:
                 if finish_reason is None:
                     to_abort.append(request_id)

@@ -57,9 +57,25 @@ class StructuredOutputManager:
             self._backend = GuidanceBackend(path, model_config.vocab_size, model_config.eos_token_ids)
         return self._backend
 
-    def grammar_bitmask(self, grammars: Sequence[GuidanceGrammar]) -> np.ndarray:
-        """`[len(grammars), ceil(vocab_size / 32)]` int32: which tokens may come next; bit = token allowed."""
-        bitmask = self.backend.allocate_token_bitmask(len(grammars))
-        for row, grammar in enumerate(grammars):
+    def grammar_bitmask(self, grammars: Sequence[tuple[GuidanceGrammar, list[int]]]) -> np.ndarray:
+        """Which tokens may come next, and which after each of the drafts that are to be verified.
+
+        Args:
+            grammars: each with its drafts, which it allows.
+
+        Returns:
+            `[num_rows, ceil(vocab_size / 32)]` int32; bit = token allowed. A grammar with n drafts has n + 1 rows.
+        """
+        bitmask = self.backend.allocate_token_bitmask(sum(1 + len(drafts) for _, drafts in grammars))
+        row = 0
+        for grammar, drafts in grammars:
             grammar.fill_bitmask(bitmask, row)
+            advanced = 0
+            # Behind the end of a grammar no token is wanted, and the rows there may say anything.
+            while advanced < len(drafts) and not grammar.is_terminated():
+                grammar.accept_token(drafts[advanced])
+                advanced += 1
+                grammar.fill_bitmask(bitmask, row + advanced)
+            grammar.rollback(advanced)
+            row += 1 + len(drafts)
         return bitmask

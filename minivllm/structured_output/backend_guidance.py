@@ -121,6 +121,15 @@ class GuidanceGrammar:
         # The first line says it; what follows is the parser's state.
         return str(self.ll_matcher.get_error()).strip().splitlines()[0]
 
+    def validate_tokens(self, token_ids: list[int]) -> list[int]:
+        """As many of the tokens, from the first on, as could come next. Does not advance."""
+        return token_ids[: self.ll_matcher.validate_tokens(token_ids)] if token_ids else token_ids
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take accepted tokens back."""
+        if num_tokens:
+            self.ll_matcher.rollback(num_tokens)
+
     def is_terminated(self) -> bool:
         """Whether nothing can follow, an end-of-text token perhaps excepted."""
         stopped: bool = self.ll_matcher.is_stopped()

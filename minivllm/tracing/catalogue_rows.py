@@ -39,6 +39,7 @@ _PLACES = {
     ),
     "scheduler": ("minivllm.core.sched.scheduler", "vllm/v1/core/sched/scheduler.py"),
     "output": ("minivllm.engine.output_processor", "vllm/v1/engine/output_processor.py"),
+    "speculator": ("minivllm.worker.gpu.spec_decode.speculator", "vllm/v1/worker/gpu/model_runner.py"),
     "grammar": ("minivllm.worker.gpu.structured_outputs", "vllm/v1/worker/gpu/structured_outputs.py"),
 }
 
@@ -338,7 +339,7 @@ _row("runner.sample_tokens", "R", "W", "step", "runner:GPUModelRunner.sample_tok
 _row("runner.apply_grammar", "R", "W", "step", "grammar:StructuredOutputsWorker.apply_grammar_bitmask",
      "Tokens that the grammar of a request does not allow are masked out of its logits.",
      articles="2§2.3.5", vllm="23 StructuredOutputsWorker.apply_grammar_bitmask", when="structured output")
-_row("runner.propose_draft", "R", "W", "step", "runner:GPUModelRunner.sample_tokens",
+_row("runner.propose_draft", "R", "W", "step", "speculator:Speculator.run",
      "The speculator proposes the tokens that the next step will verify.",
      articles="2§2.3.6", vllm="1466 GPUModelRunner.sample_tokens", when="speculative decoding")
 _row("runner.postprocess", "R", "W", "step", "runner:GPUModelRunner.sample_tokens",

@@ -88,7 +88,8 @@ class GrammarOutput:
 
     Attributes:
         structured_output_request_ids: requests, in the order of the rows of the mask.
-        grammar_bitmask: `[num_structured_requests, ceil(vocab_size / 32)]` int32; bit = token allowed.
+        grammar_bitmask: `[num_rows, ceil(vocab_size / 32)]` int32; bit = token allowed. A request has one row, and
+            one more for each of its drafts in scheduled_spec_decode_tokens.
     """
 
     structured_output_request_ids: list[str]

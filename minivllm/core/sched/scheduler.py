@@ -248,8 +248,9 @@ class Scheduler:
         if not scheduler_output.has_structured_output_requests:
             return None
         requests = [self.requests[req_id] for req_id in scheduler_output.num_scheduled_tokens]
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         rows = {
-            request.request_id: request.grammar
+            request.request_id: (request.grammar, drafts.get(request.request_id, []))
             for request in requests
             if request.grammar is not None and request.num_computed_tokens >= request.num_tokens
         }
@@ -267,7 +268,10 @@ class Scheduler:
                 continue
             # The step that verifies n drafts may give n + 1 tokens, and more than are wanted would only cost time.
             wanted = request.max_tokens - (request.num_tokens - request.num_prompt_tokens) - 1
-            request.spec_token_ids = drafts[: max(wanted, 0)]
+            drafts = drafts[: max(wanted, 0)]
+            request.spec_token_ids = (
+                drafts if request.grammar is None else request.grammar.validate_tokens(drafts)
+            )
 
     # --- its result
 
