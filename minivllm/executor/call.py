@@ -87,7 +87,7 @@ class PendingCall:
         if self.done:
             return
         if isinstance(first, RemoteError) and isinstance(error, RemoteError):
-            if error.rank < first.rank:
+            if _importance(error) < _importance(first):
                 first, error = error, first
             if sys.version_info >= (3, 11):
                 first.add_note(f"rank {error.rank} failed, too: {error.type_name}: {error.remote_message}")
@@ -119,3 +119,8 @@ class PendingCall:
         if self.error is not None:
             raise self.error
         return self._outcome
+
+
+def _importance(error: RemoteError) -> tuple[bool, int]:
+    """Of several ranks that fail the lowest is reported; one that only noticed another's failure comes last."""
+    return error.type_name.endswith(".CollectiveError"), error.rank

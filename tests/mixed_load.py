@@ -1,0 +1,91 @@
+"""A load in which everything happens at once, and the check of what comes of it.
+
+Greedy, seeded and stopping requests, some of which arrive or are aborted while others run, on an engine whose steps
+are too small for the prompts and whose cache is too small for all requests: chunks, preemption, mixed batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from greedy_reference import NUM_PROMPTS, Reference, greedy_params, seeded_params
+
+from minivllm import LLM, SamplingParams
+
+HARRIED: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 200,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "num_gpu_blocks_override": 26,
+    "block_size": 8,
+}
+
+
+def params_and_expected(reference: Reference) -> list[tuple[list[int], SamplingParams, list[int]]]:
+    """(prompt, params, tokens) of all requests."""
+    requests = []
+    for i, prompt in enumerate(reference.prompts):
+        requests.append((prompt, greedy_params(), reference.greedy[i]))
+        requests.append((prompt, seeded_params(i), reference.seeded[i]))
+        if i % 3 == 0:
+            token, tokens = reference.stop[i]
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[token])
+            requests.append((prompt, params, tokens))
+    return requests
+
+
+def check_generate(llm: LLM, reference: Reference) -> None:
+    """Through the public interface."""
+    requests = params_and_expected(reference)
+    outputs = llm.generate([r[0] for r in requests], [r[1] for r in requests], use_tqdm=False)
+    for number, ((_, _, tokens), output) in enumerate(zip(requests, outputs, strict=True)):
+        assert list(output.outputs[0].token_ids) == tokens, f"request {number}"
+
+
+def check_with_aborts(llm: LLM, reference: Reference) -> int:
+    """Step by step, with EngineCore in this process: every fifth request is aborted when it has been running for a
+    while, at a time at which batches are in flight. Returns how often a request was preempted.
+    """
+    engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    requests = params_and_expected(reference)
+    victims = {str(i): 4 + 3 * (i // 5) for i in range(2, len(requests), 5)}
+    waiting = list(range(len(requests)))
+    done: dict[str, list[int]] = {}
+    aborted: dict[str, list[int]] = {}
+    alive: dict[str, Any] = {}
+    for step in range(3000):
+        # Half of them at once, then one every other step.
+        while waiting and (len(waiting) > NUM_PROMPTS or step % 2 == 0):
+            number = waiting.pop(0)
+            prompt, params, _ = requests[number]
+            engine.add_request(*engine.process_input(str(number), {"prompt_token_ids": prompt}, params))
+            alive[str(number)] = core.scheduler.requests[str(number)]
+            if len(waiting) <= NUM_PROMPTS:
+                break
+        for output in engine.step():
+            done[output.request_id] = list(output.outputs[0].token_ids)
+        core.scheduler.check_invariants()
+        for name, when in list(victims.items()):
+            if (
+                step >= when
+                and alive.get(name) is not None
+                and alive[name].num_output_placeholders + len(alive[name].output_token_ids) > when % 4
+            ):
+                del victims[name]
+                for output in engine.abort_requests([name]):
+                    aborted[name] = list(output.outputs[0].token_ids)
+        if not waiting and not engine.has_unfinished_requests():
+            break
+    for number, (_, _, tokens) in enumerate(requests):
+        name = str(number)
+        if name in aborted:
+            assert aborted[name] == tokens[: len(aborted[name])], f"request {name}, aborted"
+        else:
+            assert done[name] == tokens, f"request {name}"
+    assert aborted
+    # Slots and blocks of all are free again, and the engine goes on.
+    output = llm.generate([{"prompt_token_ids": reference.prompts[0]}], greedy_params(), use_tqdm=False)[0]
+    assert list(output.outputs[0].token_ids) == reference.greedy[0]
+    return sum(request.num_preemptions for request in alive.values())
