@@ -10,7 +10,7 @@ from counting_model import CountingModel, expected_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import CacheConfig, SchedulerConfig, VllmConfig
+from minivllm.config import CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.sched.output import SchedulerOutput
 from minivllm.core.sched.scheduler import AsyncScheduler, Scheduler
@@ -33,8 +33,10 @@ class Engine:
         depth: int = 1,
         asynchronous: bool = False,
         enable_chunked_prefill: bool = True,
+        stages: int = 1,
     ) -> None:
         config = VllmConfig(
+            parallel_config=ParallelConfig(pipeline_parallel_size=stages),
             cache_config=CacheConfig(block_size=block_size),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -326,7 +328,9 @@ def test_any_mixture_yields_the_tokens_of_each_request_alone(
 ) -> None:
     """All invariants at each step, for arbitrary arrivals, aborts, chunking, preemption and batches in flight."""
     depth, asynchronous = pipeline
-    engine = Engine(num_blocks, block_size, max_num_seqs, budget, depth, asynchronous)
+    # As VllmConfig.max_concurrent_batches: one batch per stage, and one more with async scheduling.
+    stages = depth - asynchronous
+    engine = Engine(num_blocks, block_size, max_num_seqs, budget, depth, asynchronous, stages=stages)
     wanted: dict[str, list[int]] = {}
     aborted: set[str] = set()
     for now in range(2000):
