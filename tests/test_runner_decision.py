@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from minivllm.config import ModelConfig, VllmConfig, model_runner_decision
+from minivllm.config import BUNDLED_CHECKPOINT, ModelConfig, VllmConfig, model_runner_decision
 from minivllm.config.model_runner_decision import (
     DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES,
     NEXT,
@@ -159,6 +159,30 @@ def test_a_forced_v2_with_an_unsupported_feature_is_an_error(
     assert error.decision.stages[-1].answer == REFUSED
     monkeypatch.setenv(VARIABLE, "0")
     assert not EngineArgs(device="cpu", **settings).create_engine_config().use_v2_model_runner
+
+
+DRAFT_MODEL = {"model": str(BUNDLED_CHECKPOINT), "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def test_a_method_that_only_v2_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model leads to V2, by the second stage; a forced V1 refuses it. n-grams are for both."""
+    config = EngineArgs(device="cpu", speculative_config=DRAFT_MODEL).create_engine_config()
+    assert answers(config) == [NEXT, V2, NOT_ASKED, NOT_ASKED, NOT_ASKED, V2]
+    ngram = EngineArgs(device="cpu", speculative_config=NGRAM).create_engine_config()
+    assert answers(ngram) == [NEXT, NEXT, NEXT, NEXT, V2, V2]
+    with pytest.raises(
+        ConfigError, match=r"only V2 has speculative method 'draft_model', but .*'raw_logits'"
+    ):
+        EngineArgs(
+            device="cpu", speculative_config=DRAFT_MODEL, logprobs_mode="raw_logits"
+        ).create_engine_config()
+    monkeypatch.setenv(VARIABLE, "0")
+    with pytest.raises(
+        ConfigError, match="V1 model runner does not support speculative method 'draft_model'"
+    ):
+        EngineArgs(device="cpu", speculative_config=DRAFT_MODEL).create_engine_config()
+    assert not EngineArgs(device="cpu", speculative_config=NGRAM).create_engine_config().use_v2_model_runner
 
 
 def test_what_only_v2_has_is_asked_before_the_model_and_validated(monkeypatch: pytest.MonkeyPatch) -> None:

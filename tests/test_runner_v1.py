@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -252,6 +253,46 @@ def test_pipeline_stages(checkpoint: str, reference: Reference, monkeypatch: pyt
     assert [o.outputs[0].token_ids for o in outputs] == [
         reference.greedy(prompt, 15 if i < 8 else 1) for i, prompt in enumerate(prompts)
     ]
+
+
+def repetitive(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    piece = [rng.randrange(2048) for _ in range(3)]
+    return (piece * length)[:length]
+
+
+def engine_answers(
+    checkpoint: str, runner: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], Any]:
+    """What eight requests of all kinds get, and the scheduler's statistics on drafts."""
+    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
+    prompts = [repetitive(5 + 3 * i, i) for i in range(8)]
+    params = [msgspec.structs.replace(p, max_tokens=24, ignore_eos=True) for p in MIXED_PARAMS[:8]]
+    with (
+        forced(runner),
+        LLM(checkpoint, device="cpu", dtype="float32", max_model_len=100, max_num_seqs=4, **settings) as llm,
+    ):
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        stats = llm.llm_engine.engine_core.engine_core.scheduler.spec_decoding_stats
+    return [output.outputs[0] for output in outputs], stats
+
+
+@pytest.mark.parametrize("schedule", ["sync", "preempting"])
+def test_speculation_with_n_grams_changes_no_token(
+    checkpoint: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, seeded, penalised, biased, with forbidden words and log-probabilities: as V2 without speculation."""
+    expected, _ = engine_answers(checkpoint, "V2", {}, monkeypatch)
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    settings = {**ENGINES[schedule], "speculative_config": ngram}
+    found, stats = engine_answers(checkpoint, "V1", settings, monkeypatch)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert stats.num_accepted_tokens > 10 and stats.num_draft_tokens > stats.num_accepted_tokens
+    for position, other in zip(found[1].logprobs, expected[1].logprobs, strict=True):
+        assert list(position) == list(other)
+        assert np.allclose(
+            [p.logprob for p in position.values()], [p.logprob for p in other.values()], atol=1e-4
+        )
 
 
 def test_a_grammar_decides(worker: LocalWorker) -> None:

@@ -27,6 +27,8 @@ DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES: Final = frozenset(
     {"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"}
 )
 
+V2_ONLY_METHODS: Final = frozenset({"draft_model"})
+
 V1: Final = "V1"
 V2: Final = "V2"
 NEXT: Final = "next question"
@@ -201,9 +203,13 @@ def why_no_default_v2_model(model_config: ModelConfig) -> str | None:
 def get_v2_only_features(config: VllmConfig) -> list[str]:
     """Features in use that only V2 has. In vLLM: speculative method "dspark", and diffusion models.
 
-    Deviation from vLLM: the V1 runner here does not speculate; one way to verify drafts is enough to read.
+    Deviation from vLLM: V1 has draft models there, and V2 has no n-grams. Here both look for n-grams, and only V2 asks a
+    draft model, since a second model with a cache of its own is more than V1 has to show.
     """
-    return ["speculative decoding"] if config.speculative_config is not None else []
+    speculative_config = config.speculative_config
+    if speculative_config is not None and speculative_config.method in V2_ONLY_METHODS:
+        return [f"speculative method {speculative_config.method!r}"]
+    return []
 
 
 def get_v2_unsupported_features(config: VllmConfig) -> list[str]:

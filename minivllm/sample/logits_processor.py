@@ -123,9 +123,14 @@ def build_logitsprocs(vllm_config: VllmConfig, device: torch.device) -> list[Log
     """The configured processors, in their order.
 
     Raises:
-        ConfigError: one cannot be imported, or is no LogitsProcessor.
+        ConfigError: one cannot be imported, or is no LogitsProcessor; or drafts are to be verified, for which a row has
+            several lines of logits.
     """
     assert vllm_config.model_config is not None
+    if vllm_config.model_config.logits_processors and vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "custom logits processors do not work with speculative_config; leave one of them out"
+        )
     is_pin_memory = device.type == "cuda"
     return [
         _load(name)(vllm_config, device, is_pin_memory)

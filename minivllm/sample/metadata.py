@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -41,3 +42,42 @@ class SamplingMetadata:
     min_tokens: dict[int, tuple[int, list[int]]]
     bad_words_token_ids: dict[int, list[list[int]]]
     max_num_logprobs: int | None
+
+    def expand(self, drafts: list[list[int]]) -> SamplingMetadata:
+        """The same for steps that verify drafts: a row for each token that is chosen. The n-th row of a request is to
+        choose as if n of its drafts stood already.
+
+        Args:
+            drafts: `[num_reqs]`.
+        """
+        rows = [row for row, tokens in enumerate(drafts) for _ in range(len(tokens) + 1)]
+        output_token_ids = [
+            output + tokens[:n] if n else output
+            for output, tokens in zip(self.output_token_ids, drafts, strict=True)
+            for n in range(len(tokens) + 1)
+        ]
+
+        def pick(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table.index_select(0, torch.tensor(rows).to(table.device))
+
+        return SamplingMetadata(
+            temperature=pick(self.temperature),
+            seeds=pick(self.seeds),
+            top_k=pick(self.top_k),
+            top_p=pick(self.top_p),
+            min_p=pick(self.min_p),
+            max_top_k=self.max_top_k,
+            repetition_penalties=pick(self.repetition_penalties),
+            presence_penalties=pick(self.presence_penalties),
+            frequency_penalties=pick(self.frequency_penalties),
+            prompt_mask=pick(self.prompt_mask),
+            output_token_ids=output_token_ids,
+            logit_bias={i: self.logit_bias[row] for i, row in enumerate(rows) if row in self.logit_bias},
+            min_tokens={i: self.min_tokens[row] for i, row in enumerate(rows) if row in self.min_tokens},
+            bad_words_token_ids={
+                i: self.bad_words_token_ids[row]
+                for i, row in enumerate(rows)
+                if row in self.bad_words_token_ids
+            },
+            max_num_logprobs=self.max_num_logprobs,
+        )

@@ -35,13 +35,13 @@ class Sampler:
         self.reports_logits = logprobs_mode.endswith("logits")
 
     def __call__(
-        self, logits: Tensor, metadata: SamplingMetadata, seq_lens: Tensor, processors: list[LogitsProcessor]
+        self, logits: Tensor, metadata: SamplingMetadata, positions: Tensor, processors: list[LogitsProcessor]
     ) -> tuple[Tensor, LogprobsTensors | None]:
         """A token for each row, `[num_reqs]`, and the log-probabilities of all rows if any row asks.
 
         Args:
             logits: `[num_reqs, vocab_size]` float32; overwritten.
-            seq_lens: `[num_reqs]` position of the token to be chosen.
+            positions: `[num_reqs]` of the token to be chosen.
         """
         num_logprobs = metadata.max_num_logprobs
         raw = logits.clone() if num_logprobs is not None and self.reports_raw else None
@@ -60,7 +60,7 @@ class Sampler:
             apply_top_k_top_p(logits, metadata.top_k, metadata.top_p, metadata.max_top_k)
             # The noise goes into the logits; what is reported must stay without.
             noisy = logits.clone() if num_logprobs is not None and raw is None else logits
-            sampled = gumbel_sample(noisy, temperature, seeds, seq_lens)
+            sampled = gumbel_sample(noisy, temperature, seeds, positions)
         if num_logprobs is None:
             return sampled, None
         return sampled, self.gather_logprobs(logits if raw is None else raw, num_logprobs, sampled)

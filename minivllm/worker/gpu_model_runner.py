@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minivllm import tracing
-from minivllm.config import VllmConfig
+from minivllm.config import SpeculativeConfig, VllmConfig
 from minivllm.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from minivllm.distributed.parallel_state import Transfer, get_pp_group
 from minivllm.forward_context import set_forward_context
@@ -48,6 +48,7 @@ from minivllm.worker.gpu.sample.output import LogprobsTensors
 from minivllm.worker.gpu.sample.states import derive_seed
 from minivllm.worker.gpu.sample.top_k_top_p import apply_top_k_top_p
 from minivllm.worker.gpu.shutdown import free_before_shutdown
+from minivllm.worker.gpu.spec_decode.ngram import propose_ngram
 from minivllm.worker.gpu_input_batch import BatchMoves, CachedRequestState, CpuGpuBuffer, InputBatch
 
 # Positions whose logits are computed at once for prompt log-probabilities.
@@ -57,6 +58,9 @@ _PROMPT_CHUNK = 256
 class ExecuteModelState(NamedTuple):
     """What sample_tokens needs of the execute_model before it; hidden states and logits on the last stage only.
 
+    Logits are `[num_logits, vocab_size]`: for each row one, and one more for each of its drafts. num_logits says how many
+    each row has, positions where the tokens will be that are chosen.
+
     The batch itself is not in here: it is the runner's one and only, so that nothing may touch it in between. V2's batch
     is an object of its own.
     """
@@ -64,7 +68,8 @@ class ExecuteModelState(NamedTuple):
     scheduler_output: SchedulerOutput
     hidden_states: Tensor | None
     logits: Tensor | None
-    seq_lens: Tensor
+    num_logits: list[int]
+    positions: Tensor
 
 
 class PendingTokens(NamedTuple):
@@ -126,6 +131,8 @@ class GPUModelRunner:
         self.model: CausalLM | None = None
         self.kv_caches: list[Tensor] = []
         self.execute_model_state: ExecuteModelState | None = None
+        self.speculative_config = vllm_config.speculative_config
+        self.draft_token_ids: DraftTokenIds | None = None
 
     # --- start-up
 
@@ -315,6 +322,11 @@ class GPUModelRunner:
         """
         batch = self.input_batch
         num_reqs = batch.num_reqs
+        for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            # Behind the tokens that stand, where inputs are read from; num_tokens does not count them.
+            row = batch.req_id_to_index[req_id]
+            start = int(batch.num_tokens[row])
+            batch.token_ids_cpu[row, start : start + len(drafts)] = drafts
         num_scheduled = np.fromiter(
             map(scheduler_output.num_scheduled_tokens.__getitem__, batch.req_ids), np.int64, num_reqs
         )
@@ -411,12 +423,16 @@ class GPUModelRunner:
                     s.set(step=scheduler_output.step, pp_rank=self.pp_group.rank_in_group)
             num_reqs = self.input_batch.num_reqs
             hidden_states = logits = None
+            num_logits, last_tokens = self._logits_indices(scheduler_output)
             if isinstance(output, Tensor):
                 hidden_states = output
-                last_tokens = torch.from_numpy(self.query_start_loc[1 : num_reqs + 1] - 1).to(self.device)
                 logits = self._model.compute_logits(output.index_select(0, last_tokens))
             self.execute_model_state = ExecuteModelState(
-                scheduler_output, hidden_states, logits, self.seq_lens.copy_to_gpu(num_reqs)
+                scheduler_output,
+                hidden_states,
+                logits,
+                num_logits,
+                positions.index_select(0, last_tokens) + 1,
             )
             if tracing.active:
                 step.set(
@@ -427,6 +443,14 @@ class GPUModelRunner:
                     decodes=metadata.num_decodes,
                 )
         return None if isinstance(output, Tensor) else output
+
+    def _logits_indices(self, scheduler_output: SchedulerOutput) -> tuple[list[int], Tensor]:
+        """How many tokens are to be chosen for each row, and after which tokens of the batch, `[num_logits]`."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        num_logits = [1 + len(drafts.get(req_id, ())) for req_id in self.input_batch.req_ids]
+        ends = self.query_start_loc[1 : len(num_logits) + 1]
+        last = np.concatenate([np.arange(end - n, end) for n, end in zip(num_logits, ends, strict=True)])
+        return num_logits, torch.from_numpy(last).to(self.device)
 
     # --- a step: tokens
 
@@ -453,15 +477,18 @@ class GPUModelRunner:
                 self._receive_tokens()
                 return None
             if grammar_output is not None:
-                self._apply_grammar_bitmask(state.logits, grammar_output)
-            sampled, logprobs = self.sampler(
-                state.logits, self.input_batch.sampling_metadata, state.seq_lens, self.logitsprocs
-            )
+                self._apply_grammar_bitmask(state.logits, state.num_logits, grammar_output)
+            metadata, drafts = self.input_batch.sampling_metadata, self._drafts(state.scheduler_output)
+            if drafts:
+                metadata = metadata.expand(drafts)
+            sampled, logprobs = self.sampler(state.logits, metadata, state.positions, self.logitsprocs)
             if self.pp_group.world_size > 1 and self._is_sampled().any():
                 self._broadcast_tokens(sampled)
             prompt_logprobs = self._get_prompt_logprobs_dict(state.hidden_states, state.scheduler_output)
             with tracing.span("runner.postprocess") if tracing.active else NO_SPAN:
-                output = self._bookkeeping_sync(sampled, logprobs, prompt_logprobs)
+                output = self._bookkeeping_sync(sampled, logprobs, prompt_logprobs, drafts)
+            if self.speculative_config is not None:
+                self._propose_draft_token_ids(self.speculative_config, output, drafts)
             if tracing.active:
                 step.set(sampled=sum(map(len, output.sampled_token_ids)))
         return output
@@ -472,11 +499,22 @@ class GPUModelRunner:
         sampled: np.ndarray = self.seq_lens.np[:num_reqs] >= self.input_batch.num_tokens[:num_reqs]
         return sampled
 
-    def _apply_grammar_bitmask(self, logits: Tensor, grammar_output: GrammarOutput) -> None:
+    def _drafts(self, scheduler_output: SchedulerOutput) -> list[list[int]]:
+        """Row → the drafts that this step verifies; empty when it verifies none."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        return [drafts.get(req_id, []) for req_id in self.input_batch.req_ids] if drafts else []
+
+    def _apply_grammar_bitmask(
+        self, logits: Tensor, num_logits: list[int], grammar_output: GrammarOutput
+    ) -> None:
         """Set the logits of forbidden tokens to -inf, in place. V2: StructuredOutputsWorker."""
         ids = grammar_output.structured_output_request_ids
         with tracing.span("runner.apply_grammar", requests=len(ids)) as s:
-            rows = torch.tensor([self.input_batch.req_id_to_index[req_id] for req_id in ids]).to(self.device)
+            ends = np.cumsum(num_logits)
+            each = [self.input_batch.req_id_to_index[req_id] for req_id in ids]
+            rows = torch.from_numpy(
+                np.concatenate([np.arange(ends[row] - num_logits[row], ends[row]) for row in each])
+            ).to(self.device)
             mask = torch.from_numpy(grammar_output.grammar_bitmask).to(self.device)
             allowed = ((mask.unsqueeze(-1) >> self.grammar_bits) & 1).flatten(1)[:, : self.vocab_size].bool()
             logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
@@ -518,6 +556,7 @@ class GPUModelRunner:
         sampled: Tensor,
         logprobs: LogprobsTensors | None,
         prompt_logprobs: dict[str, LogprobsLists],
+        drafts: list[list[int]],
     ) -> ModelRunnerOutput:
         """Wait for the tokens and write them into row and request.
 
@@ -527,24 +566,29 @@ class GPUModelRunner:
         batch = self.input_batch
         # Here the CPU stands still until the device has finished the step.
         token_ids: list[int] = sampled.tolist()
-        req_ids = batch.req_ids
+        output = ModelRunnerOutput(batch.req_ids, prompt_logprobs=prompt_logprobs)
+        on_cpu = None if logprobs is None else logprobs.map(Tensor.cpu)
         is_sampled = self._is_sampled().tolist()
-        output = ModelRunnerOutput(req_ids, prompt_logprobs=prompt_logprobs)
-        for row, (req_id, token_id) in enumerate(zip(req_ids, token_ids, strict=True)):
-            if not is_sampled[row]:
-                output.sampled_token_ids.append([])
-                continue
-            output.sampled_token_ids.append([token_id])
-            self._append_token(self.requests[req_id], token_id)
-        if logprobs is not None:
-            on_cpu = logprobs.map(Tensor.cpu)
-            for req_id, wanted in batch.num_logprobs.items():
-                row = batch.req_id_to_index[req_id]
-                if is_sampled[row]:
-                    one = on_cpu.row(row, wanted)
-                    output.logprobs[req_id] = LogprobsLists(
-                        one.token_ids.tolist(), one.logprobs.tolist(), one.ranks.tolist()
-                    )
+        first = 0
+        for row, req_id in enumerate(output.req_ids):
+            proposed = drafts[row] if drafts else []
+            chosen = token_ids[first : first + 1 + len(proposed)]
+            # Drafts stand as long as they are what was chosen; the token chosen after the last of them is new.
+            num_new = 1
+            while num_new <= len(proposed) and chosen[num_new - 1] == proposed[num_new - 1]:
+                num_new += 1
+            new_token_ids = chosen[:num_new] if is_sampled[row] else []
+            output.sampled_token_ids.append(new_token_ids)
+            for token_id in new_token_ids:
+                self._append_token(self.requests[req_id], token_id)
+            if on_cpu is not None and new_token_ids and req_id in batch.num_logprobs:
+                rows, columns = slice(first, first + num_new), slice(batch.num_logprobs[req_id] + 1)
+                output.logprobs[req_id] = LogprobsLists(
+                    on_cpu.token_ids[rows, columns].tolist(),
+                    on_cpu.logprobs[rows, columns].tolist(),
+                    on_cpu.ranks[rows].tolist(),
+                )
+            first += len(chosen)
         return output
 
     def _append_token(self, request: CachedRequestState, token_id: int) -> None:
@@ -603,9 +647,34 @@ class GPUModelRunner:
         group = self.pp_group
         return tracing.span(name, group=group.unique_name, bytes=tokens.nbytes, what="sampled tokens")
 
+    # --- speculation: in V2 a directory of its own, spec_decode/
+
+    def _propose_draft_token_ids(
+        self, config: SpeculativeConfig, output: ModelRunnerOutput, verified: list[list[int]]
+    ) -> None:
+        """Look for the end of each row's tokens further up in them. The CPU has all tokens: here that is of use."""
+        batch = self.input_batch
+        with tracing.span("runner.propose_draft", method=config.method) if tracing.active else NO_SPAN as s:
+            lens = batch.num_tokens[: batch.num_reqs]
+            tokens, counts = propose_ngram(
+                torch.from_numpy(batch.token_ids_cpu[: batch.num_reqs, : lens.max()]),
+                torch.from_numpy(lens),
+                config.prompt_lookup_min,
+                config.prompt_lookup_max,
+                config.num_speculative_tokens,
+            )
+            rows = zip(tokens.tolist(), counts.tolist(), output.sampled_token_ids, strict=True)
+            drafts = [row[:count] if sampled else [] for row, count, sampled in rows]
+            self.draft_token_ids = DraftTokenIds(output.req_ids, drafts)
+            if tracing.active:
+                each = zip(output.sampled_token_ids, verified, strict=True) if verified else ()
+                accepted = sum(len(new) - 1 for new, old in each if old)
+                s.set(proposed=sum(map(len, drafts)), verified=sum(map(len, verified)), accepted=accepted)
+
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """None: nothing is speculated."""
-        return None
+        """What the last step led to; None when nothing is speculated."""
+        drafts, self.draft_token_ids = self.draft_token_ids, None
+        return drafts
 
     def shutdown(self) -> None:
         """Drop cache and model, so that an engine in the caller's process leaves no memory behind."""
