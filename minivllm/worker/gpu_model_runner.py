@@ -388,10 +388,10 @@ class GPUModelRunner:
             None: sample_tokens comes next. Hidden states: likewise, and they are for the next pipeline stage. An empty
             output: there was nothing to compute.
         """
-        with tracing.span("runner.execute_model") if tracing.active else NO_SPAN as step:
-            with tracing.span("runner.update_states") if tracing.active else NO_SPAN as s:
+        with tracing.span("runner.execute_model") if tracing.calls else NO_SPAN as step:
+            with tracing.span("runner.update_states") if tracing.calls else NO_SPAN as s:
                 moves = self._update_states(scheduler_output)
-                if tracing.active:
+                if tracing.calls:
                     s.set(
                         new=len(scheduler_output.scheduled_new_reqs),
                         cached=scheduler_output.scheduled_cached_reqs.num_reqs,
@@ -403,23 +403,23 @@ class GPUModelRunner:
                     )
             if not scheduler_output.num_scheduled_tokens:
                 return ModelRunnerOutput()
-            with tracing.span("runner.prepare_inputs") if tracing.active else NO_SPAN as s:
+            with tracing.span("runner.prepare_inputs") if tracing.calls else NO_SPAN as s:
                 metadata = self._prepare_inputs(scheduler_output)
                 num_tokens = scheduler_output.total_num_scheduled_tokens
                 input_ids = self.input_ids.copy_to_gpu(num_tokens)
                 positions = self.positions.copy_to_gpu(num_tokens)
-                if tracing.active:
+                if tracing.calls:
                     req_ids = self.input_batch.req_ids
                     counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in req_ids]
                     s.set(req_ids=str(req_ids), num_tokens_per_req=str(counts))
             if intermediate_tensors is not None:
                 intermediate_tensors.wait_for_comm()
             with (
-                tracing.span("model.forward", graph="none: eager") if tracing.active else NO_SPAN as s,
+                tracing.span("model.forward", graph="none: eager") if tracing.calls else NO_SPAN as s,
                 set_forward_context(metadata),
             ):
                 output = self._model.forward(input_ids, positions, intermediate_tensors)
-                if tracing.active:
+                if tracing.calls:
                     s.set(step=scheduler_output.step, pp_rank=self.pp_group.rank_in_group)
             num_reqs = self.input_batch.num_reqs
             hidden_states = logits = None
@@ -434,7 +434,7 @@ class GPUModelRunner:
                 num_logits,
                 positions.index_select(0, last_tokens) + 1,
             )
-            if tracing.active:
+            if tracing.calls:
                 step.set(
                     step=scheduler_output.step,
                     pp_rank=self.pp_group.rank_in_group,
@@ -466,8 +466,8 @@ class GPUModelRunner:
             return None
         state = self.execute_model_state
         self.execute_model_state = None
-        with tracing.span("runner.sample_tokens") if tracing.active else NO_SPAN as step:
-            if tracing.active:
+        with tracing.span("runner.sample_tokens") if tracing.calls else NO_SPAN as step:
+            if tracing.calls:
                 step.set(
                     step=state.scheduler_output.step,
                     pp_rank=self.pp_group.rank_in_group,
@@ -485,11 +485,11 @@ class GPUModelRunner:
             if self.pp_group.world_size > 1 and self._is_sampled().any():
                 self._broadcast_tokens(sampled)
             prompt_logprobs = self._get_prompt_logprobs_dict(state.hidden_states, state.scheduler_output)
-            with tracing.span("runner.postprocess") if tracing.active else NO_SPAN:
+            with tracing.span("runner.postprocess") if tracing.calls else NO_SPAN:
                 output = self._bookkeeping_sync(sampled, logprobs, prompt_logprobs, drafts)
             if self.speculative_config is not None:
                 self._propose_draft_token_ids(self.speculative_config, output, drafts)
-            if tracing.active:
+            if tracing.calls:
                 step.set(sampled=sum(map(len, output.sampled_token_ids)))
         return output
 
@@ -518,7 +518,7 @@ class GPUModelRunner:
             mask = torch.from_numpy(grammar_output.grammar_bitmask).to(self.device)
             allowed = ((mask.unsqueeze(-1) >> self.grammar_bits) & 1).flatten(1)[:, : self.vocab_size].bool()
             logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
-            if tracing.active:
+            if tracing.calls:
                 s.set(allowed=int(allowed.sum()))
 
     def _get_prompt_logprobs_dict(
@@ -654,7 +654,7 @@ class GPUModelRunner:
     ) -> None:
         """Look for the end of each row's tokens further up in them. The CPU has all tokens: here that is of use."""
         batch = self.input_batch
-        with tracing.span("runner.propose_draft", method=config.method) if tracing.active else NO_SPAN as s:
+        with tracing.span("runner.propose_draft", method=config.method) if tracing.calls else NO_SPAN as s:
             lens = batch.num_tokens[: batch.num_reqs]
             tokens, counts = propose_ngram(
                 torch.from_numpy(batch.token_ids_cpu[: batch.num_reqs, : lens.max()]),
@@ -666,7 +666,7 @@ class GPUModelRunner:
             rows = zip(tokens.tolist(), counts.tolist(), output.sampled_token_ids, strict=True)
             drafts = [row[:count] if sampled else [] for row, count, sampled in rows]
             self.draft_token_ids = DraftTokenIds(output.req_ids, drafts)
-            if tracing.active:
+            if tracing.calls:
                 each = zip(output.sampled_token_ids, verified, strict=True) if verified else ()
                 accepted = sum(len(new) - 1 for new, old in each if old)
                 s.set(proposed=sum(map(len, drafts)), verified=sum(map(len, verified)), accepted=accepted)
