@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from counting_model import CountingModel, expected_tokens, next_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minivllm import LLM, EngineArgs, RequestOutput, SamplingParams, StructuredOutputsParams
 from minivllm.assets.random_checkpoint import PRESETS, make_random_checkpoint
-from minivllm.config import BUNDLED_CHECKPOINT
+from minivllm.config import BUNDLED_CHECKPOINT, CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from minivllm.core.request import Request, RequestStatus
 from minivllm.core.sched.output import NewRequestData
+from minivllm.core.sched.scheduler import Scheduler
 from minivllm.exceptions import ConfigError
+from minivllm.outputs import DraftTokenIds, ModelRunnerOutput
 from minivllm.spec_decode.metrics import SpecDecodingStats
 from minivllm.trace_store import TraceStore
 from minivllm.worker.gpu.input_batch import InputBuffers, make_input_batch, post_update
@@ -317,6 +323,130 @@ def test_ngram_against_its_plain_definition() -> None:
         tokens, counts = propose_ngram(table, torch.tensor([len(row) for row in rows]), least, most, k)
         for row, proposed, count in zip(rows, tokens.tolist(), counts.tolist(), strict=True):
             assert proposed[:count] == reference_ngram(row, least, most, k)
+
+
+# --- the scheduler
+
+
+class SpeculatingModel(CountingModel):
+    """Verifies drafts, and proposes some that are right, some that are wrong, and fewer than it may.
+
+    Attributes:
+        lookahead: positions behind a step's tokens that a draft model writes to.
+    """
+
+    def __init__(self, *args: int, num_drafts: int, lookahead: int, rng: random.Random) -> None:
+        super().__init__(*args)
+        self.num_drafts, self.lookahead, self.rng = num_drafts, lookahead, rng
+        self.drafts: dict[str, list[int]] = {}
+        self.verified = 0
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        step, self._pending = self._pending, None
+        assert step is not None
+        output = ModelRunnerOutput()
+        self.drafts = {}
+        for req_id, num_tokens in step.num_scheduled_tokens.items():
+            slot = self.slots[req_id]
+            drafts = step.scheduled_spec_decode_tokens.get(req_id, [])
+            self.verified += len(drafts)
+            tokens = slot.tokens + drafts
+            end = slot.computed + num_tokens
+            assert end <= len(tokens) and (not drafts or end == len(tokens))
+            last = len(slot.prompt) + (slot.params.max_tokens or 0) - 1
+            assert end <= last, "more is computed than can ever be wanted"
+            assert len(slot.blocks) * self.block_size >= min(end + self.lookahead, last)
+            for position in range(slot.computed, end):
+                self.cache[slot.blocks[position // self.block_size], position % self.block_size] = tokens[
+                    position
+                ]
+            output.req_ids.append(req_id)
+            sampled: list[int] = []
+            if end >= len(slot.tokens):
+                stand = len(slot.tokens)
+                seen = [
+                    self.cache[slot.blocks[p // self.block_size], p % self.block_size] for p in range(end)
+                ]
+                assert seen[:stand] == slot.tokens
+                while True:
+                    sampled.append(next_token(seen[:stand], self.vocab_size))
+                    if stand == end or seen[stand] != sampled[-1]:
+                        break
+                    stand += 1
+                slot.tokens += sampled
+                self.drafts[req_id] = self._propose(slot.tokens)
+            slot.computed = end - (len(drafts) - max(len(sampled) - 1, 0))
+            output.sampled_token_ids.append(sampled)
+        return output
+
+    def _propose(self, tokens: list[int]) -> list[int]:
+        drafts: list[int] = []
+        for _ in range(self.rng.randint(0, self.num_drafts)):
+            right = next_token(tokens + drafts, self.vocab_size)
+            drafts.append(right if self.rng.random() < 0.7 else self.rng.randrange(self.vocab_size))
+        return drafts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    num_drafts=st.integers(1, 5),
+    method=st.sampled_from(["ngram", "draft_model"]),
+    num_blocks=st.integers(13, 40),
+    budget=st.integers(3, 24),
+)
+def test_any_drafts_leave_the_tokens_and_the_books_alone(
+    seed: int, num_drafts: int, method: str, num_blocks: int, budget: int
+) -> None:
+    """Arrivals, aborts, chunks, preemption; drafts right, wrong, cut by budget, by max_tokens, and by stop tokens."""
+    rng = random.Random(seed)
+    vocab, block_size, max_num_seqs = 50, rng.choice([1, 2, 4]), 3
+    speculative = SpeculativeConfig(method, num_drafts)
+    config = VllmConfig(
+        cache_config=CacheConfig(block_size=block_size),
+        scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+        speculative_config=speculative,
+    )
+    scheduler = Scheduler(config, num_blocks)
+    model = SpeculatingModel(
+        vocab, block_size, num_blocks, max_num_seqs, budget,
+        num_drafts=num_drafts, lookahead=speculative.num_lookahead_tokens, rng=rng,
+    )  # fmt: skip
+    room = (num_blocks - 1) * block_size + 1
+    got: dict[str, list[int]] = {}
+    wanted: dict[str, list[int]] = {}
+    ended: set[str] = set()
+    for now in range(3000):
+        if len(wanted) < 6 and rng.random() < 0.5:
+            req_id = f"r{len(wanted)}"
+            prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 10))]
+            params = SamplingParams(
+                max_tokens=rng.randint(1, max(1, min(20, room - len(prompt)))),
+                stop_token_ids=[rng.randrange(vocab) for _ in range(3)],
+            )
+            if len(prompt) + (params.max_tokens or 0) - 1 > room - 1:
+                continue
+            scheduler.add_request(Request(req_id, prompt, params, params.max_tokens or 0, frozenset({7})))
+            got[req_id], wanted[req_id] = [], expected_tokens(prompt, params, vocab, frozenset({7}), 10_000)
+        elif got and rng.random() < 0.02:
+            ended.update(scheduler.finish_requests([rng.choice(list(got))], RequestStatus.FINISHED_ABORTED))
+        if not scheduler.has_requests():
+            if len(wanted) == 6:
+                break
+            continue
+        step = scheduler.schedule()
+        if model.execute_model(step) is None:
+            for output in scheduler.update_from_output(step, model.sample_tokens()):
+                got[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    assert got[output.request_id] == wanted[output.request_id]
+            scheduler.update_draft_token_ids(DraftTokenIds(list(model.drafts), list(model.drafts.values())))
+        scheduler.check_invariants()
+        assert now < 2990, "the scheduler makes no progress"
+    for req_id, tokens in got.items():
+        assert tokens == wanted[req_id] or (req_id in ended and tokens == wanted[req_id][: len(tokens)])
+    assert scheduler.spec_decoding_stats is not None
+    assert scheduler.spec_decoding_stats.num_draft_tokens == model.verified
 
 
 # --- what is refused
