@@ -50,7 +50,6 @@ class BlockTable:
     def move_row(self, source: int, target: int) -> None:
         self.np[target] = self.np[source]
         self.num_blocks_per_row[target] = self.num_blocks_per_row[source]
-        self.clear_row(source)
 
     def swap_row(self, first: int, second: int) -> None:
         self.np[[first, second]] = self.np[[second, first]]
