@@ -9,18 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minivllm.model_executor.layers.attention import AttentionMetadata
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from minivllm.model_executor.layers.attention import Attention, AttentionMetadata
 
 
 class ForwardContext:
     """Attributes:
     attn_metadata: the batch as attention sees it; None outside of a forward pass.
+    attend: takes the place of each attention layer while a forward pass is recorded in pieces; else None.
     """
 
-    __slots__ = ("attn_metadata",)
+    __slots__ = ("attend", "attn_metadata")
 
     def __init__(self) -> None:
         self.attn_metadata: AttentionMetadata | None = None
+        self.attend: Callable[[Attention, Tensor, Tensor], Tensor] | None = None
 
 
 _forward_context = ForwardContext()
@@ -33,13 +39,19 @@ def get_forward_context() -> ForwardContext:
 class set_forward_context:
     """`with set_forward_context(attn_metadata): model(...)`; a class, since a generator costs more per step."""
 
-    __slots__ = ("attn_metadata",)
+    __slots__ = ("attend", "attn_metadata")
 
-    def __init__(self, attn_metadata: AttentionMetadata) -> None:
+    def __init__(
+        self,
+        attn_metadata: AttentionMetadata | None,
+        attend: Callable[[Attention, Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         self.attn_metadata = attn_metadata
+        self.attend = attend
 
     def __enter__(self) -> None:
         _forward_context.attn_metadata = self.attn_metadata
+        _forward_context.attend = self.attend
 
     def __exit__(self, *exc: object) -> None:
-        _forward_context.attn_metadata = None
+        _forward_context.attn_metadata = _forward_context.attend = None

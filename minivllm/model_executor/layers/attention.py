@@ -95,6 +95,11 @@ class Attention(Layer):
         Returns:
             `[num_tokens, num_heads * head_dim]`.
         """
+        attend = get_forward_context().attend
+        return self.attend(q, kv) if attend is None else attend(self, q, kv)
+
+    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
+        """What forward does, also for whoever takes its place."""
         metadata = get_forward_context().attn_metadata
         assert metadata is not None
         if self.by_token is not None:

@@ -25,7 +25,9 @@ class BlockTables:
     def __init__(self, block_size: int, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
         self.block_size = block_size
         self.max_blocks = -(-max_model_len // block_size)
-        self.table = StagedWriteTensor((max_num_reqs, self.max_blocks), torch.int64, device)
+        # One row more than there are requests: a slot that owns the null block only, for rows that fill up a batch.
+        self.padding_slot = max_num_reqs
+        self.table = StagedWriteTensor((max_num_reqs + 1, self.max_blocks), torch.int64, device)
         self.num_blocks = np.zeros(max_num_reqs, dtype=np.int32)
 
     def append_block_ids(self, slot: int, new_block_ids: list[int], overwrite: bool) -> None:

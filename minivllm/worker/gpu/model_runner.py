@@ -31,6 +31,7 @@ from minivllm.tracing.spans import NULL as NO_SPAN
 from minivllm.worker.gpu.async_utils import AsyncOutput, make_copy_stream
 from minivllm.worker.gpu.attn_utils import build_dummy_attn_metadata, get_kv_cache_spec, init_kv_cache
 from minivllm.worker.gpu.block_table import BlockTables
+from minivllm.worker.gpu.cudagraph_utils import CudaGraphManager, CUDAGraphMode
 from minivllm.worker.gpu.input_batch import (
     InputBatch,
     InputBuffers,
@@ -153,6 +154,15 @@ class GPUModelRunner:
             self.kv_caches = init_kv_cache(kv_cache_config, self._model, self.dtype, self.device)
             if self.speculator is not None:
                 self.kv_caches += self.speculator.initialize_kv_cache(kv_cache_config, self.block_tables)
+            # Not before now: a graph holds the addresses of cache and block tables.
+            self.cudagraph_manager = CudaGraphManager(
+                self.vllm_config,
+                self._model,
+                self.model_state,
+                self.block_tables,
+                self.input_buffers,
+                self.intermediate_tensors,
+            )
             s.set(
                 layers=len(self.kv_caches),
                 bytes=kv_cache_config.total_bytes,
@@ -257,7 +267,10 @@ class GPUModelRunner:
                     scheduler_output.scheduled_spec_decode_tokens,
                 )
                 model_inputs = self.model_state.prepare_inputs(batch)
-                attn_metadata = self.model_state.prepare_attn(batch, self.block_tables)
+                graph = self.cudagraph_manager.dispatch(batch)
+                attn_metadata = None
+                if graph.mode is not CUDAGraphMode.FULL:
+                    attn_metadata = self.model_state.prepare_attn(batch, self.block_tables)
                 if tracing.active:
                     s.set(
                         req_ids=str(batch.req_ids),
@@ -266,10 +279,13 @@ class GPUModelRunner:
             if intermediate_tensors is not None:
                 intermediate_tensors.wait_for_comm()
             with (
-                tracing.span("model.forward", graph="none: eager") if tracing.active else NO_SPAN as s,
+                tracing.span("model.forward", graph=str(graph)) if tracing.active else NO_SPAN as s,
                 set_forward_context(attn_metadata),
             ):
-                output = self._model.forward(**model_inputs, intermediate_tensors=intermediate_tensors)
+                if graph.mode is CUDAGraphMode.NONE:
+                    output = self._model.forward(**model_inputs, intermediate_tensors=intermediate_tensors)
+                else:
+                    output = self.cudagraph_manager.run(graph, batch)
                 if tracing.active:
                     s.set(step=scheduler_output.step, pp_rank=self.pp_rank)
             hidden_states = output if isinstance(output, Tensor) else None
@@ -280,7 +296,8 @@ class GPUModelRunner:
                     pp_rank=self.pp_rank,
                     num_reqs=batch.num_reqs,
                     num_tokens=batch.num_tokens,
-                    decodes=attn_metadata.num_decodes,
+                    decodes=batch.num_reqs if attn_metadata is None else attn_metadata.num_decodes,
+                    graph=graph.mode.name,
                 )
         return None if isinstance(output, Tensor) else output
 
@@ -348,11 +365,7 @@ class GPUModelRunner:
 
     def capture_model(self) -> None:
         """Record CUDA graphs; on a CPU there are none to record."""
-        reason = "a CPU has no graphs" if self.device.type == "cpu" else "eager execution"
-        with tracing.span(
-            "runner.capture_model", skipped=True, reason=reason, mode="NONE", sizes="[]", bytes=0
-        ):
-            pass
+        self.cudagraph_manager.capture()
 
     def shutdown(self) -> None:
         """Drop cache and model, so that an engine in the caller's process leaves no memory behind."""

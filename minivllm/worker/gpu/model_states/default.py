@@ -36,3 +36,8 @@ class DefaultModelState(ModelState):
 
     def prepare_attn(self, batch: InputBatch, block_tables: BlockTables) -> AttentionMetadata:
         return self.attn_metadata_builder.build(batch, block_tables)
+
+    def prepare_decodes(
+        self, slots: Tensor, positions: Tensor, longest: int, block_tables: BlockTables
+    ) -> AttentionMetadata:
+        return self.attn_metadata_builder.build_decodes(slots, positions, longest, block_tables)

@@ -38,3 +38,13 @@ class ModelState(ABC):
     @abstractmethod
     def prepare_attn(self, batch: InputBatch, block_tables: BlockTables) -> AttentionMetadata:
         """The batch as this model's attention sees it."""
+
+    @abstractmethod
+    def prepare_decodes(
+        self, slots: Tensor, positions: Tensor, longest: int, block_tables: BlockTables
+    ) -> AttentionMetadata:
+        """The same for `[n]` rows of one token, by operations on the device alone, so that a graph can record them.
+
+        Args:
+            longest: tokens of the longest request, or more.
+        """
