@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from minivllm import envs
 from minivllm.config.cache import CacheConfig
 from minivllm.config.model import ModelConfig
 from minivllm.config.model_runner_decision import (
@@ -100,8 +101,21 @@ class VllmConfig:
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Batches in flight: pp fills the pipeline, one more overlaps scheduling with execution."""
+        """Batches in flight: pp fills the pipeline, one more overlaps scheduling with execution.
+
+        Deviation from vLLM: MINIVLLM_MAX_CONCURRENT_BATCHES overrides the formula, so that a pipeline can be seen without
+        its batch queue.
+        """
+        forced: int | None = envs.MINIVLLM_MAX_CONCURRENT_BATCHES
+        if forced is not None:
+            if forced < 1:
+                raise ConfigError(
+                    f"MINIVLLM_MAX_CONCURRENT_BATCHES={forced} is not valid: at least 1 is needed"
+                )
+            return forced
         pp_size = self.parallel_config.pipeline_parallel_size
         if self.scheduler_config.async_scheduling:
-            return pp_size + 1 if self.use_v2_model_runner else max(pp_size, 2 if pp_size == 1 else pp_size)
+            if self.use_v2_model_runner:
+                return pp_size + 1
+            return 2 if pp_size == 1 else pp_size
         return pp_size
