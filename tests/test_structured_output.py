@@ -232,15 +232,24 @@ def test_without_the_library_the_error_names_the_extra() -> None:
     assert "pip install 'minivllm[structured]'" in run.stdout
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_over_processes(tmp_path: Path, asynchronous: bool) -> None:
-    """TP=2, EngineCore in a process of its own; the trace shows what was masked, and when."""
-    trace = None if asynchronous else tmp_path / "trace"
+ENGINES = {
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2-async": {"tensor_parallel_size": 2, "async_scheduling": True},
+    "pp2-async": {"pipeline_parallel_size": 2, "async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_over_processes(llm: LLM, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EngineCore and ranks in processes of their own; the trace shows what was masked, and when."""
+    trace = tmp_path / "trace" if name == "tp2" else None
     requests = [params(seed, json=SCHEMA) if seed % 2 else params(seed, max_tokens=10) for seed in range(8)]
-    with LLM(tensor_parallel_size=2, device="cpu", async_scheduling=asynchronous, trace=trace) as llm:
-        outputs = llm.generate(["the class"] * 8, requests)
-        assert llm.collective_rpc(lambda worker: worker.rank) == [0, 1]
+    expected = llm.generate(["the class"] * 8, requests)
+    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "1")
+    with LLM(device="cpu", trace=trace, **ENGINES[name]) as other:
+        outputs = other.generate(["the class"] * 8, requests)
     for seed, output in enumerate(outputs):
+        assert output.outputs[0].token_ids == expected[seed].outputs[0].token_ids
         assert valid(output.outputs[0].text) if seed % 2 else len(output.outputs[0].token_ids) <= 10
     if trace is None:
         return
