@@ -11,6 +11,7 @@ from greedy_reference import MAX_TOKENS, greedy_params, reference
 from mixed_load import HARRIED, check_generate, check_with_aborts
 
 from minivllm import LLM, SamplingParams
+from minivllm.timeline import build_views
 from minivllm.trace_store import TraceStore
 
 pytestmark = pytest.mark.timeout(180)
@@ -80,7 +81,9 @@ def test_scheduling_overlaps_execution(tmp_path: Path) -> None:
         trace=tmp_path,
     ) as llm:
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], greedy_params(), use_tqdm=False)
-    spans = TraceStore.open(tmp_path).spans(name="engine_core.step")
+    store = TraceStore.open(tmp_path)
+    check_views(store)
+    spans = store.spans(name="engine_core.step")
     both = [
         (s.attributes["minivllm.scheduled_step"], s.attributes["minivllm.awaited_step"])
         for s in spans
@@ -88,3 +91,14 @@ def test_scheduling_overlaps_execution(tmp_path: Path) -> None:
     ]
     assert len(both) == MAX_TOKENS - 1
     assert all(scheduled == awaited + 1 for scheduled, awaited in both)
+
+
+def check_views(store: TraceStore) -> None:
+    views = {view.name: view for view in build_views(store, ["all"])}
+    assert {"async", "future"} <= views.keys() and "pipeline" not in views
+    text = " ".join(views["async"].explanation)
+    assert "the engine may have 2 batches in flight, and had up to 2" in text
+    assert "one step ahead" in views["async"].title
+    text = " ".join(views["future"].explanation)
+    assert "up to 4 of them were pending at once" in text
+    assert "taken in the order in which they were sent" in text

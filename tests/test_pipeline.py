@@ -249,6 +249,27 @@ def take_long(worker: Any) -> None:
     model.forward = slow_forward
 
 
+def check_view(directory: Path, overlapping: int, pairs: int, batches: int) -> None:
+    """`minivllm timeline --view pipeline` says what the spans say."""
+    from minivllm.timeline import build_views
+    from minivllm.timeline.compare import compare
+    from minivllm.timeline.run import Options
+
+    store = TraceStore.open(directory)
+    (view,) = build_views(store, ["pipeline"])
+    assert [row.label for row in view.rows if row.depth == 1] == ["stage 0", "stage 1"]
+    text = " ".join(view.explanation)
+    assert f"in {overlapping} of {pairs} cases the first stage began a step before" in text
+    assert ("no batch queue" in text) == (batches == 1)
+    assert ("had up to 2" in text) == (batches == 2)
+    assert "future" in [v.name for v in build_views(store, ["all"])] or batches == 1
+    summary, first, second = compare((store, store), ("A", "B"), ["pipeline"], Options())
+    assert f"steps: A {pairs + 1}, B {pairs + 1} (the same)" in summary.explanation
+    assert first.title.startswith("A: ") and second.title.startswith("B: ")
+    (narrow,) = build_views(store, ["pipeline"], Options(focus="3"))
+    assert "Steps 3 to " in narrow.title
+
+
 @pytest.mark.parametrize("batches", ["", "1"])
 @scenario(limit_s=60)
 def test_a_trace_shows_the_bubbles(batches: str) -> None:
@@ -263,6 +284,7 @@ def test_a_trace_shows_the_bubbles(batches: str) -> None:
             prompts = [{"prompt_token_ids": [5 + i] * 15} for i in range(4)]
             llm.generate(prompts, greedy_params(), use_tqdm=False)
         overlapping, pairs = overlapping_steps(Path(directory))
+        check_view(Path(directory), overlapping, pairs, 1 if batches else 2)
         print(json.dumps({"overlapping": overlapping, "pairs": pairs}))
         if batches:
             assert overlapping == 0 and pairs >= 10

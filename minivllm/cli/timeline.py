@@ -16,10 +16,11 @@ from minivllm.cli import common
 
 if TYPE_CHECKING:
     from minivllm.timeline.run import Options
+    from minivllm.timeline.view import View
     from minivllm.trace_store import TraceStore
 
 # The keys of minivllm.timeline.VIEWS; --help must not import it, and a test compares the two.
-VIEW_NAMES = ("spawn", "init", "rpc", "step", "shutdown", "failure")
+VIEW_NAMES = ("spawn", "init", "rpc", "step", "pipeline", "async", "future", "shutdown", "failure")
 MIN_WIDTH, MAX_WIDTH = 40, 400
 _EXAMPLES = """\
 examples:
@@ -27,6 +28,7 @@ examples:
   minivllm timeline traces/run --view rpc --focus 42    the RPC with sequence number 42
   minivllm timeline traces/run --view init --rank 1 --min-duration 5ms
   minivllm timeline traces/run --view spawn --svg spawn.svg
+  minivllm timeline traces/pp2 --view pipeline --compare traces/pp2-without-queue
 """
 
 
@@ -62,6 +64,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--width", type=_width, metavar="N", help=f"columns to use ({MIN_WIDTH} to {MAX_WIDTH})"
     )
+    parser.add_argument(
+        "--compare",
+        metavar="DIR",
+        help="lay this second run beside the first: figures, then each view of both",
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--svg", metavar="FILE", help="write a picture instead (- for standard output)")
     output.add_argument(
@@ -90,14 +97,39 @@ def run(args: argparse.Namespace) -> int:
     )
     store = open_store(args.directory)
     _check_ranks(store, options)
-    show(store, names, options, args)
+    if args.compare:
+        from minivllm.timeline.compare import compare
+
+        other = open_store(args.compare)
+        _check_ranks(other, options)
+        labels = _labels(args.directory, args.compare)
+        _show_views(compare((store, other), labels, names, options), len(store.spans()), args)
+    else:
+        show(store, names, options, args)
     return common.OK
 
 
-def show(store: TraceStore, names: list[str], options: Options, args: argparse.Namespace) -> None:
-    from minivllm.timeline import build_views, export
+def _labels(first: str, second: str) -> tuple[str, str]:
+    """Names for two runs: the last parts of their paths that differ."""
+    a, b = Path(first).resolve(), Path(second).resolve()
+    if a == b:
+        return "A", "B"
+    for count in range(1, max(len(a.parts), len(b.parts)) + 1):
+        names = "/".join(a.parts[-count:]), "/".join(b.parts[-count:])
+        if names[0] != names[1]:
+            return names
+    raise AssertionError("unreachable")
 
-    views = build_views(store, names, options)
+
+def show(store: TraceStore, names: list[str], options: Options, args: argparse.Namespace) -> None:
+    from minivllm.timeline import build_views
+
+    _show_views(build_views(store, names, options), len(store.spans()), args)
+
+
+def _show_views(views: list[View], num_spans: int, args: argparse.Namespace) -> None:
+    from minivllm.timeline import export
+
     width = args.width or export.DEFAULT_PICTURE_WIDTH
     if args.svg:
         _write(args.svg, export.views_to_svg(views, width))
@@ -105,7 +137,7 @@ def show(store: TraceStore, names: list[str], options: Options, args: argparse.N
         title = f"minivllm run {Path(args.directory).resolve().name}"
         _write(args.html, export.views_to_html(views, title, width))
     elif args.json:
-        print(export.views_to_json(views, {"directory": args.directory, "spans": len(store.spans())}))
+        print(export.views_to_json(views, {"directory": args.directory, "spans": num_spans}))
     else:
         export.print_views(common.console(width=args.width), views)
 

@@ -19,9 +19,16 @@ VIEWS: Final = {
     "init": "what each rank did until it could serve, and which rank waited for which",
     "rpc": "one broadcast and its responses",
     "step": "one engine step across processes",
+    "pipeline": "the stages of a pipeline over several steps, and where they stand still",
+    "async": "what EngineCore does while the workers compute",
+    "future": "calls that did not block, from sending to asking for the result",
     "shutdown": "who was asked to end, and how long each took",
     "failure": "what broke, who noticed, and when",
 }
+# Views of which not every run has something to show.
+SOMETIMES: Final = frozenset({"pipeline", "async", "future", "failure"})
+# `async` is a keyword, and no module can be imported by that name in a statement.
+_MODULES: Final = {"async": "overlap"}
 
 
 def build_views(store: TraceStore, names: list[str], options: Options | None = None) -> list[View]:
@@ -41,8 +48,8 @@ def build_views(store: TraceStore, names: list[str], options: Options | None = N
     everything = "all" in names
     views: list[View] = []
     for name in VIEWS if everything else names:
-        module = importlib.import_module(f"minivllm.timeline.{name}")
-        if everything and name == "failure" and not module.has_failure(run):
+        module = importlib.import_module(f"minivllm.timeline.{_MODULES.get(name, name)}")
+        if everything and name in SOMETIMES and not module.applies(run):
             continue
         views.append(apply(module.build(run), options))
     return views

@@ -28,7 +28,7 @@ _BEFORE_SHARE = 0.35
 _LEAST_NS = 20_000_000
 
 
-def has_failure(run: Run) -> bool:
+def applies(run: Run) -> bool:
     """Whether this run holds a failed or unfinished span."""
     return bool(_broken(run))
 

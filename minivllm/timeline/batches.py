@@ -1,0 +1,91 @@
+"""Batches of a run by the number of their step: who computed which one when. Shared by views of several batches.
+
+vLLM 0.25.1: no counterpart
+Articles: part 2 §2.3.10
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minivllm.exceptions import ConfigError
+from minivllm.timeline.intervals import Interval
+from minivllm.timeline.run import Run
+from minivllm.trace_store import Process, Span
+
+_COMPUTING = ("model.forward", "runner.sample_tokens")
+# So many steps fit into one picture with a bar each that can still be told apart.
+SHOWN = 6
+
+
+@dataclass(slots=True)
+class Batches:
+    """Attributes:
+    spans: worker process → step → its forward pass and its sampling, absolute times.
+    stage_of: worker process → pipeline stage.
+    steps: all steps, in order.
+    """
+
+    spans: dict[Process, dict[int, list[Span]]] = field(default_factory=dict)
+    stage_of: dict[Process, int] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Run) -> Batches:
+        batches = cls()
+        steps: set[int] = set()
+        for name in _COMPUTING:
+            for span in run.all(name):
+                step = span.get("step")
+                # Steps of the warm-up have number 0.
+                if step:
+                    batches.spans.setdefault(span.process, {}).setdefault(int(step), []).append(span)
+                    batches.stage_of[span.process] = int(span.get("pp_rank") or 0)
+                    steps.add(int(step))
+        batches.steps = sorted(steps)
+        return batches
+
+    @property
+    def num_stages(self) -> int:
+        return 1 + max(self.stage_of.values(), default=0)
+
+    def first_of_stage(self, run: Run) -> list[Process]:
+        """One process per stage, the first by rank among those to be shown."""
+        found: dict[int, Process] = {}
+        for process in run.workers:
+            if process in self.spans:
+                found.setdefault(self.stage_of[process], process)
+        return [found[stage] for stage in sorted(found)]
+
+    def busy(self, process: Process, steps: set[int] | None = None) -> list[Interval]:
+        """When a process computed."""
+        return [
+            (span.start_ns, span.end_ns)
+            for step, spans in self.spans[process].items()
+            if steps is None or step in steps
+            for span in spans
+        ]
+
+    def shown(self, run: Run) -> list[int]:
+        """The steps to show: from the one that the reader asked for, or from the middle of the run."""
+        focus = run.options.focus
+        first = max(0, len(self.steps) // 2 - SHOWN // 2)
+        if focus is not None:
+            if not focus.isdigit() or int(focus) not in self.steps:
+                raise ConfigError(
+                    f"--focus {focus}: no such step in this trace; steps are numbered {self.steps[0]} to "
+                    f"{self.steps[-1]}"
+                )
+            first = self.steps.index(int(focus))
+        return self.steps[first : first + SHOWN]
+
+
+def most_in_flight(run: Run) -> int:
+    """How many batches were under way at once, at most; 1 without a batch queue."""
+    return max([1, *(int(span.get("in_flight") or 1) for span in run.all("engine_core.step"))])
+
+
+def queue_size(run: Run) -> int:
+    """Batches that the engine may have in flight."""
+    span = run.first("engine_core.init_scheduler")
+    return int((span.get("batch_queue_size") if span else None) or 1)
