@@ -75,7 +75,7 @@ def test_the_environment_comes_first(
     decision = decide_model_runner(config_with(**model))
     assert decision.use_v2 == (value == "1") and decision.decided_by.name == "environment"
     assert [stage.answer for stage in decision.stages[1:5]] == [NOT_ASKED] * 4
-    assert decision.stages[5].answer == (V2 if value == "1" else NOT_ASKED)
+    assert decision.stages[5].answer == (V2 if value == "1" else V1)
     assert not decision.error and not decision.warning
 
 
@@ -92,7 +92,7 @@ def test_the_environment_comes_first(
 def test_models_that_do_not_run_on_v2_by_default(model: dict[str, Any], reason: str) -> None:
     """They get V1 without a warning: nothing is given up."""
     config = config_with(**model)
-    assert answers(config) == [NEXT, NEXT, V1, NOT_ASKED, NOT_ASKED, NOT_ASKED]
+    assert answers(config) == [NEXT, NEXT, V1, NOT_ASKED, NOT_ASKED, V1]
     decision = decide_model_runner(config)
     assert reason in decision.decided_by.why and not decision.warning
 
@@ -108,13 +108,13 @@ def test_the_list_does_not_help_against_the_other_conditions() -> None:
 
 
 def test_without_a_model_there_is_no_default_v2_model() -> None:
-    assert answers(VllmConfig()) == [NEXT, NEXT, V1, NOT_ASKED, NOT_ASKED, NOT_ASKED]
+    assert answers(VllmConfig()) == [NEXT, NEXT, V1, NOT_ASKED, NOT_ASKED, V1]
 
 
 def test_without_kernels_v1_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     config = VllmConfig(ModelConfig())
     monkeypatch.setattr(model_runner_decision, "_has_torch_kernels", lambda: False)
-    assert answers(config) == [NEXT, NEXT, NEXT, V1, NOT_ASKED, NOT_ASKED]
+    assert answers(config) == [NEXT, NEXT, NEXT, V1, NOT_ASKED, V1]
     assert "needs torch" in decide_model_runner(config).warning
     monkeypatch.setenv(VARIABLE, "1")
     assert "needs torch" in decide_model_runner(config).error
@@ -138,7 +138,7 @@ def test_an_unsupported_feature_falls_back_with_one_warning(
     with caplog.at_level(logging.WARNING, logger="minivllm"):
         config = EngineArgs(device="cpu", **settings).create_engine_config()
         EngineArgs(device="cpu", **settings).create_engine_config()
-    assert answers(config) == [NEXT, NEXT, NEXT, NEXT, V1, NOT_ASKED]
+    assert answers(config) == [NEXT, NEXT, NEXT, NEXT, V1, V1]
     assert not config.use_v2_model_runner
     (record,) = caplog.records
     assert all(name in record.getMessage() for name in names)
@@ -183,6 +183,14 @@ def test_a_method_that_only_v2_has(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         EngineArgs(device="cpu", speculative_config=DRAFT_MODEL).create_engine_config()
     assert not EngineArgs(device="cpu", speculative_config=NGRAM).create_engine_config().use_v2_model_runner
+
+
+def test_what_neither_has_is_refused() -> None:
+    """Sent to V1 for the processors, and refused there for the drafts."""
+    with pytest.raises(
+        ConfigError, match=r"V2 does not support custom logits processors, but the V1 .* together"
+    ):
+        EngineArgs(device="cpu", speculative_config=NGRAM, logits_processors=["a:B"]).create_engine_config()
 
 
 def test_what_only_v2_has_is_asked_before_the_model_and_validated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +246,7 @@ def test_doctor_prints_the_chain() -> None:
     assert [line.split("  ")[0] for line in lines if line.strip() and not line.startswith(" ")][:6] == [
         *[NEXT] * 4,
         V1,
-        NOT_ASKED,
+        V1,
     ]
     assert "logprobs mode 'raw_logits'" in done.stdout and "vllm/config/vllm.py:519-522" in done.stdout
     assert "gets Model Runner V1, decided by unsupported_features" in done.stdout

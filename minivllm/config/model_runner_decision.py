@@ -96,7 +96,7 @@ def decide_model_runner(config: VllmConfig) -> RunnerDecision:
     Invariants:
         1. The environment comes first: nothing that follows can change what it says, only refuse it.
         2. What V2 cannot do sends the engine to V1 only when nobody insisted on V2.
-        3. Whoever reaches V2, by whatever stage, passes the validation at the end.
+        3. Whoever is chosen, by whatever stage, passes the validation at the end.
     """
     stages: list[Stage] = []
     chosen = ""
@@ -160,31 +160,25 @@ def _unsupported_features(config: VllmConfig) -> tuple[str, str]:
 
 
 def _validation(config: VllmConfig, chosen: str, decisive: Stage) -> tuple[Stage, str]:
-    """The last stage, and the error when it refuses."""
+    """The last stage, and the error when it refuses.
+
+    Deviation from vLLM: there, V1 is not checked, and what it lacks fails later or is silently left out.
+    """
     line = f"{_FILE}:1386, 2137-2146"
-    if chosen == V1:
-        # Deviation from vLLM: there, a forced V1 is not checked, and a feature that only V2 has fails later or is
-        # silently left out.
-        v2_only = get_v2_only_features(config)
-        if decisive.name != "environment" or not v2_only:
-            return Stage("validation", NOT_ASKED, "it checks V2, and a V1 that is forced", line), ""
-        why = f"the V1 model runner does not support {', '.join(v2_only)}"
-        remedy = "unset the variable, and V2 is chosen"
+    lacks, other_lacks = get_v1_unsupported_features(config), get_v2_unsupported_features(config)
+    name, other = "the V1 model runner", V2
+    if chosen == V2:
+        name, other, lacks, other_lacks = "Model Runner V2", V1, other_lacks, lacks
+    if lacks:
+        why = f"{name} does not support {', '.join(lacks)}"
+    elif chosen == V2 and not _has_torch_kernels():
+        why = f"{name} needs torch, which is not installed"
     else:
-        unsupported = get_v2_unsupported_features(config)
-        if _has_torch_kernels() and not unsupported:
-            return Stage("validation", V2, "V2 can do everything that is asked for", line), ""
-        why = (
-            f"Model Runner V2 does not support {', '.join(unsupported)}"
-            if unsupported
-            else "Model Runner V2 needs torch, which is not installed"
-        )
-        remedy = "unset the variable, and V1 is chosen"
-    if decisive.name == "environment":
-        error = f"{decisive.why}, but {why}; {remedy}, or leave the feature out"
-    else:
-        error = f"{decisive.why}, but {why}; leave one of them out"
-    return Stage("validation", REFUSED, why, line), error
+        return Stage("validation", chosen, f"{chosen} can do everything that is asked for", line), ""
+    remedy = "leave one of them out"
+    if decisive.name == "environment" and not other_lacks:
+        remedy = f"unset the variable, and {other} is chosen, or leave the feature out"
+    return Stage("validation", REFUSED, why, line), f"{decisive.why}, but {why}; {remedy}"
 
 
 def why_no_default_v2_model(model_config: ModelConfig) -> str | None:
@@ -210,6 +204,19 @@ def get_v2_only_features(config: VllmConfig) -> list[str]:
     if speculative_config is not None and speculative_config.method in V2_ONLY_METHODS:
         return [f"speculative method {speculative_config.method!r}"]
     return []
+
+
+def get_v1_unsupported_features(config: VllmConfig) -> list[str]:
+    """Features in use that V1 lacks: those that only V2 has, and combinations that neither has."""
+    unsupported = get_v2_only_features(config)
+    if (
+        config.speculative_config is not None
+        and config.model_config is not None
+        and config.model_config.logits_processors
+    ):
+        # A row has several lines of logits then, and a processor knows of one.
+        unsupported.append("custom logits processors together with speculative decoding")
+    return unsupported
 
 
 def get_v2_unsupported_features(config: VllmConfig) -> list[str]:
