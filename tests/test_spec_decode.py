@@ -193,6 +193,29 @@ def test_repetition_is_found_and_saves_steps(tmp_path: Path) -> None:
     assert sum(s.attributes["minivllm.proposed"] for s in proposals) >= verified
 
 
+@pytest.mark.parametrize(
+    "config",
+    [NGRAM | {"num_speculative_tokens": 9}, SAME | {"num_speculative_tokens": 9}],
+    ids=["ngram", "draft"],
+)
+def test_up_to_the_models_length_and_with_no_block_to_spare(config: dict[str, Any]) -> None:
+    """Drafts that would reach beyond the last position, with block tables that are full; prompt log-probabilities."""
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, prompt_logprobs=1)
+    kwargs: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 33, "max_num_seqs": 3}
+    with engine(**kwargs) as llm:
+        expected = llm.generate(PROMPTS[:3], params)
+    with engine(**kwargs, speculative_config=config) as llm:
+        outputs = llm.generate(PROMPTS[:3], params)
+        assert stats(llm).num_accepted_tokens > 0
+    assert_same(outputs, expected)
+    for output, other in zip(outputs, expected, strict=True):
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 256
+        assert output.prompt_logprobs is not None and other.prompt_logprobs is not None
+        for row, other_row in zip(output.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert row is not None and other_row is not None and row.keys() == other_row.keys()
+            assert all(abs(row[t].logprob - other_row[t].logprob) < 1e-4 for t in row)
+
+
 def test_structured_output(plain: dict[str, list[RequestOutput]]) -> None:
     """Grammars and speculation at once: a mask for each position, drafts that the grammar allows."""
     schema = {

@@ -50,7 +50,9 @@ def serialize_guidance_grammar(params: StructuredOutputsParams) -> str:
     elif params.regex is not None:
         grammar = matcher.grammar_from_regex(params.regex)
     else:
-        grammar = "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in params.choice or ())
+        # By number, as there is no character that some parser on the way could not take for something else.
+        texts = ["".join(f"\\x{{{ord(char):x}}}" for char in text) for text in params.choice or ()]
+        grammar = matcher.grammar_from_regex("|".join(texts))
     return grammar
 
 
