@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -184,10 +186,27 @@ def test_log_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sigint_waits_while_a_child_is_started() -> None:
     with raises(KeyboardInterrupt):
-        with system_utils.blocked_sigint():
+        with system_utils.undisturbed_start():
             os.kill(os.getpid(), signal.SIGINT)
             survived = True
     assert survived
+
+
+def test_a_signal_that_another_thread_takes_waits_as_well() -> None:
+    """The mask of this thread does not keep it off: Python runs handlers in the main thread, whoever took the signal."""
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with raises(KeyboardInterrupt):
+            with system_utils.undisturbed_start():
+                signal.pthread_kill(thread.ident or 0, signal.SIGINT)
+                time.sleep(0.05)
+                survived = True
+        assert survived and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_numa(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ def test_every_engine_argument_reaches_the_configuration_or_is_refused() -> None
         "enable_chunked_prefill": False,
         "async_scheduling": True,
         "speculative_config": {},
+        "logits_processors": ["a:B"],
+        "logprobs_mode": "processed_logprobs",
         "trace": "/tmp/trace-77",
         "trace_level": "lifecycle",
     }

@@ -51,7 +51,7 @@ from minivllm.executor.status_page import StatusPage
 from minivllm.utils.system_utils import (
     MAIN_GUARD_ERROR,
     MAIN_GUARD_EXIT_CODE,
-    blocked_sigint,
+    undisturbed_start,
     check_main_guard,
     explain_exit,
 )
@@ -216,7 +216,7 @@ class BackgroundResources:
             self.socket.connect(self._address)
             with tracing.span("engine_core.spawn", parent=trace_parent or None) as span:
                 # A Ctrl-C must not hit the child before it has said that it leaves SIGINT to its client.
-                with tracing.child_environment(parent=trace_parent or None), blocked_sigint():
+                with tracing.child_environment(parent=trace_parent or None), undisturbed_start():
                     self.process.start()
                 span.set(pid=self.process.pid)
         except BaseException:

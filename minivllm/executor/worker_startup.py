@@ -27,7 +27,7 @@ from minivllm.utils.system_utils import (
     MAIN_GUARD_ERROR,
     MAIN_GUARD_EXIT_CODE,
     MPContext,
-    blocked_sigint,
+    undisturbed_start,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def make_worker_process(
                     # Ended by multiprocessing when the parent leaves in order and for some reason did not shut down.
                     daemon=True,
                 )
-                with set_environment(variables), blocked_sigint():
+                with set_environment(variables), undisturbed_start():
                     proc.start()
         except BaseException as error:
             life.record_exception(error)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkContext, ForkServerContext, SpawnContext
+from types import FrameType
 from typing import Any, TextIO
 
 from minivllm import envs
@@ -114,16 +115,31 @@ def _signal_name(number: int) -> str:
 
 
 @contextmanager
-def blocked_sigint() -> Iterator[None]:
-    """Start children with SIGINT blocked, so that a Ctrl-C cannot hit one of them before it has a handler.
+def undisturbed_start() -> Iterator[None]:
+    """Start a child without any signal in between; what came meanwhile is handled afterwards.
 
-    The mask is inherited over fork and exec; for this thread it is put back, and a SIGINT that came is delivered.
+    1. The child starts with SIGINT blocked (the mask is inherited over fork and exec), so that a Ctrl-C cannot hit
+       it before it has a handler.
+    2. The parent's handlers wait: one that raises between the child's exec and the last byte of what the child is to
+       read would leave it to print a traceback. The mask alone does not help, as another thread may take the signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, lambda signum, frame: came.append(signum))
     try:
         yield
     finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for signum in came:
+            handlers[signum](signum, None)
 
 
 def set_process_title(name: str) -> None:
