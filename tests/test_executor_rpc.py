@@ -103,7 +103,7 @@ def test_I1_L4_no_stale_response_after_an_interrupt() -> None:
             timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
             with raises(KeyboardInterrupt):
-                executor.collective_rpc("sleep", args=(0.2, "old"))
+                executor.collective_rpc("sleep", args=(0.6, "old"))
             timer.join()
             assert executor.collective_rpc("echo", args=(i,)) == [i, i]
 
@@ -165,7 +165,7 @@ def test_I1_every_answer_is_to_its_own_call() -> None:
                     executor.collective_rpc("fail_on", args=(rng.choice([0, 1, -1]), f"call {i}."))
             elif kind == "late":
                 with raises(TimeoutError):
-                    executor.collective_rpc("sleep", args=(0.01, -i, rng.choice([0, 1, -1])), timeout=0.002)
+                    executor.collective_rpc("sleep", args=(0.05, -i, rng.choice([0, 1, -1])), timeout=0.002)
             elif kind == "unloadable":
                 with raises(RuntimeError, "cannot be loaded"):
                     executor.collective_rpc("return_unloadable", args=(rng.choice([0, 1, -1]),))

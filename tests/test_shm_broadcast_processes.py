@@ -140,13 +140,16 @@ def test_a_reader_killed_in_its_sleep_does_not_disturb_the_others() -> None:
 @scenario(limit_s=60)
 def test_lost_wake_ups_cost_a_moment() -> None:
     """B4, L36: every third wake-up is swallowed; each message still arrives within the re-check interval."""
-    real, calls = wakeup.futex_wake, 0
+    real, calls, lost = wakeup.futex_wake, 0, 0
 
     def lossy(address: int) -> None:
-        nonlocal calls
+        # Only called when somebody sleeps, so each of those swallowed here is missed.
+        nonlocal calls, lost
         calls += 1
         if calls % 3:
             real(address)
+        else:
+            lost += 1
 
     writer = MessageQueue(2, 2)
     peers = start(writer, 2)
@@ -154,7 +157,6 @@ def test_lost_wake_ups_cost_a_moment() -> None:
         assert peer.receive() == "ready"
     wakeup.futex_wake = lossy
     time.sleep(2)
-    slow = 0
     for number in range(12):
         time.sleep(0.3)  # sleepers look again 0.24 and 0.41 s after the last message
         started = time.monotonic()
@@ -163,9 +165,7 @@ def test_lost_wake_ups_cost_a_moment() -> None:
             assert peer.receive() == number
         seconds = time.monotonic() - started
         assert seconds < 0.5 * slack()
-        slow += seconds > 0.02
-    assert calls >= 12
-    assert slow >= 1, "no wake-up was lost: the test tests nothing"
+    assert lost >= 3, "no wake-up was lost: the test tests nothing"
     wakeup.futex_wake = real
     writer.enqueue(None)
     for peer in peers:
