@@ -319,6 +319,9 @@ class GPUModelRunner:
         In order to do that the CPU must know every token, the one sampled last included: so sample_tokens has waited
         for it, and the device was idle from then until now. In V2 (make_input_batch) the device puts the inputs
         together from what it knows itself, and the CPU can be a step ahead.
+
+        Deviation from vLLM: with asynchronous scheduling, V1 puts -1 for a token that it does not know there, and looks
+        up on the device where its row of the last batch is now. Here it waits, and gives the same tokens.
         """
         batch = self.input_batch
         num_reqs = batch.num_reqs
