@@ -16,9 +16,6 @@ from minivllm.tracing.encode import KINDS
 PACKAGE = Path(minivllm.__file__).parent
 VLLM = os.environ.get("MINIVLLM_VLLM_SOURCE")  # directory that holds the package `vllm` of 0.25.1
 
-# Steps of pipeline parallelism: their rows stand, the code does not have them yet.
-LATER = {"dist.send", "dist.recv"}
-
 rows = pytest.mark.parametrize("row", BY_INDEX, ids=lambda row: row.name)
 
 
@@ -85,11 +82,6 @@ def _source(row: SpanSpec) -> str | None:
 @rows
 def test_the_method_emits_it(row: SpanSpec) -> None:
     source = _source(row)
-    if row.name in LATER:
-        assert source is None or f'"{row.name}"' not in source, (
-            f"{row.name} is emitted now: take it out of LATER"
-        )
-        return
     assert source is not None, f"there is no {row.method}"
     assert f'"{row.name}"' in source, f"{row.method} does not emit it"
 

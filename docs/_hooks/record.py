@@ -29,17 +29,25 @@ class Recording:
         failpoints: value of MINIVLLM_FAILPOINTS.
         code: exit code that the run must have.
         runner: value of MINIVLLM_USE_V2_MODEL_RUNNER.
+        batches: value of MINIVLLM_MAX_CONCURRENT_BATCHES.
     """
 
     arguments: tuple[str, ...]
     failpoints: str = ""
     code: int = 0
     runner: str = ""
+    batches: str = ""
 
 
 PROMPTS = ("A generator is", "The import statement", "Exceptions are")
 TP1 = ("--tp", "1", "--max-tokens", "8", "--trace-level")
 TP2 = ("--tp", "2", "--max-tokens", "8", "--trace-level")
+# A step takes one of them, so that two stages get batches of their own.
+LONGER = tuple(
+    f"{prompt} is a thing that the reference describes"
+    for prompt in ("A class", "A name", "A scope", "A value")
+)
+PP2 = ("--tp", "1", "--pp", "2", "--max-num-batched-tokens", "12", "--max-tokens", "10", "--trace-level")
 RECORDINGS = {
     "tp2": Recording((*PROMPTS, *TP2, "message")),
     "slow-device": Recording((*PROMPTS, *TP2, "lifecycle"), "worker.init_device@rank1=sleep:1"),
@@ -48,6 +56,9 @@ RECORDINGS = {
     "raise-in-step": Recording((*PROMPTS, *TP2, "rpc"), "model.forward@rank1#6=raise", code=1),
     "runner-v1": Recording((*PROMPTS, *TP1, "rpc"), runner="0"),
     "runner-v2": Recording((*PROMPTS, *TP1, "rpc"), runner="1"),
+    "pipeline": Recording((*LONGER, *PP2, "rpc")),
+    "pipeline-no-queue": Recording((*LONGER, *PP2, "rpc"), batches="1"),
+    "async": Recording((*LONGER, *TP2, "rpc", "--async-scheduling")),
 }
 
 
@@ -68,6 +79,7 @@ def record(name: str) -> None:
             **os.environ,
             "MINIVLLM_FAILPOINTS": recording.failpoints,
             "MINIVLLM_USE_V2_MODEL_RUNNER": recording.runner,
+            "MINIVLLM_MAX_CONCURRENT_BATCHES": recording.batches,
             "OMP_NUM_THREADS": "1",
         }
         done = subprocess.run(

@@ -49,6 +49,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     engine.add_engine_options(parser, tp=1)
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size (default: 1)")
+    parser.add_argument(
+        "--async-scheduling", action="store_true", help="schedule the next step while the workers compute"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens computed in one step; few spread the prompts over several batches (default: 2048)",
+    )
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="prompt plus output, in tokens")
     parser.add_argument(
@@ -87,6 +97,9 @@ def run(args: argparse.Namespace) -> int:
         trace,
         what,
         pipeline_parallel_size=args.pp,
+        async_scheduling=args.async_scheduling,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=min(64, args.max_num_batched_tokens),
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         **({"trace_level": args.trace_level} if trace is not None else {}),

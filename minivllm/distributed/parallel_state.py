@@ -98,10 +98,6 @@ class GroupCoordinator:
         self._all_reduce: Callable[[Tensor], Tensor] = self._torch_all_reduce
         self._all_gather: Callable[[Tensor, int], Tensor] = self._torch_all_gather
 
-    def init_communicator(self) -> None:
-        """Make the first collective, in which NCCL really builds its communicator, and wait for it."""
-        self._init_communicator(lambda: self.backend)
-
     def init_collectives(self, shared_memory_timeout_s: float) -> None:
         """As init_communicator, for a group that computes together: on a CPU its collectives go through shared memory.
 
@@ -119,7 +115,7 @@ class GroupCoordinator:
             self._all_reduce, self._all_gather = communicator.all_reduce, communicator.all_gather
             return communicator.transport
 
-        self._init_communicator(transport)
+        self.init_communicator(transport)
 
     def init_pipeline(self, shared_memory_timeout_s: float) -> None:
         """As init_communicator, for the stages of a pipeline: on a CPU they talk through shared memory.
@@ -145,15 +141,20 @@ class GroupCoordinator:
                     self.broadcast_group = group
             return self.backend
 
-        self._init_communicator(transport)
+        self.init_communicator(transport)
 
-    def _init_communicator(self, transport: Callable[[], str]) -> None:
+    def init_communicator(self, transport: Callable[[], str] | None = None) -> None:
+        """Make the first collective, in which NCCL really builds its communicator, and wait for it.
+
+        Args:
+            transport: sets up a faster way afterwards; returns what it is.
+        """
         with tracing.span("dist.init_communicator", group=self.unique_name, world_size=self.world_size) as s:
             ones = torch.ones(1, device=self.device)
             dist.all_reduce(ones, group=self.device_group)
             get_platform(self.device.type).synchronize()
             assert ones.item() == self.world_size
-            s.set(transport=transport())
+            s.set(transport=self.backend if transport is None else transport())
             if self.backend == "nccl":
                 version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
                 s.set(nccl_version=".".join(map(str, version)))

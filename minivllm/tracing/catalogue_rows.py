@@ -327,12 +327,12 @@ _row("dist.all_reduce", "M", "W", "call", "dist:GroupCoordinator.all_reduce",
 _row("dist.all_gather", "M", "W", "call", "dist:GroupCoordinator.all_gather",
      "The parts of a tensor are gathered from the ranks of a group.",
      articles="2§4.4", vllm="670 GroupCoordinator.all_gather", when="a group of more than one rank")
-_row("dist.send", "M", "W", "call", "dist:GroupCoordinator.send",
-     "Hidden states go to the next pipeline stage.",
-     articles="2§4.4", vllm="1188 GroupCoordinator.send", when="pipeline parallel")
-_row("dist.recv", "M", "W", "call", "dist:GroupCoordinator.recv",
-     "Hidden states come from the previous pipeline stage.",
-     articles="2§4.4", vllm="1195 GroupCoordinator.recv", when="pipeline parallel")
+_row("dist.send", "M", "W", "call", "dist:GroupCoordinator.send_tensor_dict",
+     "Hidden states go to the next pipeline stage, or sampled tokens from the last one to all others.",
+     articles="2§4.4", vllm="998 GroupCoordinator.isend_tensor_dict", when="pipeline parallel")
+_row("dist.recv", "M", "W", "call", "dist:GroupCoordinator.recv_tensor_dict",
+     "Hidden states come from the previous pipeline stage, or sampled tokens from the last one.",
+     articles="2§4.4", vllm="1093 GroupCoordinator.irecv_tensor_dict", when="pipeline parallel")
 _row("runner.sample_tokens", "R", "W", "step", "runner:GPUModelRunner.sample_tokens",
      "The last pipeline stage samples the next tokens; the other stages receive them.",
      articles="1§8.3", vllm="1358 GPUModelRunner.sample_tokens")

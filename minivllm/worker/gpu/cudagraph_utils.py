@@ -157,11 +157,17 @@ class CudaGraphManager:
     # --- recording
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, span: tracing.Span) -> None:
         """Record all shapes, the largest of each mode first: the smaller ones find room in its memory.
 
         PIECEWISE comes before FULL, since its batches are larger.
+
+        Args:
+            span: gets an event per shape, sizes and memory.
         """
+        if self.why_not:
+            span.set(skipped=True, reason=self.why_not, mode="NONE", sizes="[]", bytes=0)
+            return
         piecewise = [
             BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, size) for size in reversed(self.piecewise_sizes)
         ]
@@ -170,23 +176,22 @@ class CudaGraphManager:
             for size in reversed(self.full_sizes)
             for longest in reversed(self.full_lengths)
         ]
-        with tracing.span("runner.capture_model") as s:
-            if self.why_not:
-                s.set(skipped=True, reason=self.why_not, mode="NONE", sizes="[]", bytes=0)
-                return
-            for mode, descriptors in (("piecewise", piecewise), ("full", full)):
-                before, _ = torch.cuda.mem_get_info(self.device)
-                for descriptor in descriptors:
-                    self.recorded[descriptor] = self._record(descriptor)
-                    s.event("captured", graph=str(descriptor))
-                after, _ = torch.cuda.mem_get_info(self.device)
-                s.set({f"minivllm.bytes_{mode}": before - after})
-            s.set(
-                skipped=False,
-                mode="FULL_AND_PIECEWISE",
-                sizes=str([d.num_tokens for d in piecewise] + [d.num_tokens for d in full]),
-                graphs=sum(len(recorded.graphs) for recorded in self.recorded.values()),
-            )
+        all_bytes = 0
+        for mode, descriptors in (("piecewise", piecewise), ("full", full)):
+            before, _ = torch.cuda.mem_get_info(self.device)
+            for descriptor in descriptors:
+                self.recorded[descriptor] = self._record(descriptor)
+                span.event("captured", graph=str(descriptor))
+            after, _ = torch.cuda.mem_get_info(self.device)
+            span.set({f"minivllm.bytes_{mode}": before - after})
+            all_bytes += before - after
+        span.set(
+            skipped=False,
+            mode="FULL_AND_PIECEWISE",
+            sizes=str([d.num_tokens for d in (*piecewise, *full)]),
+            bytes=all_bytes,
+            graphs=sum(len(recorded.graphs) for recorded in self.recorded.values()),
+        )
 
     def _record(self, descriptor: BatchExecutionDescriptor) -> RecordedForward:
         self._pad(descriptor, 0)

@@ -365,7 +365,8 @@ class GPUModelRunner:
 
     def capture_model(self) -> None:
         """Record CUDA graphs; on a CPU there are none to record."""
-        self.cudagraph_manager.capture()
+        with tracing.span("runner.capture_model") as s:
+            self.cudagraph_manager.capture(s)
 
     def shutdown(self) -> None:
         """Drop cache and model, so that an engine in the caller's process leaves no memory behind."""
