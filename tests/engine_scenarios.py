@@ -21,6 +21,8 @@ from minivllm import LLM, SamplingParams
 from minivllm.exceptions import ConfigError, EngineDeadError, RemoteError, WorkerStartupError
 
 LONG = SamplingParams(max_tokens=100_000, ignore_eos=True)
+# So many that they cannot all have ended before the scenario strikes, however fast the machine is.
+MANY = [[1, 2]] * 200
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 # What the design promises, and what a loaded two-core machine adds to it.
 ERROR_S = 0.5
@@ -113,7 +115,7 @@ def engine_killed_in_generate() -> None:
     llm = start()
     pids = [engine_pid(llm), *worker_pids(llm)]
     message = expect_death(
-        lambda: llm.generate([[1, 2]] * 3, [LONG] * 3), lambda: os.kill(pids[0], signal.SIGKILL), "SIGKILL"
+        lambda: llm.generate(MANY, LONG), lambda: os.kill(pids[0], signal.SIGKILL), "SIGKILL"
     )
     assert f"pid {pids[0]}" in message
     family_gone(pids, 1.0)
@@ -144,7 +146,7 @@ def engine_terminated() -> None:
     llm = start()
     pids = [engine_pid(llm), *worker_pids(llm)]
     expect_death(
-        lambda: llm.generate([1], LONG),
+        lambda: llm.generate(MANY, LONG),
         lambda: os.kill(pids[0], signal.SIGTERM),
         "EngineCore was ended by SIGTERM",
     )
@@ -156,7 +158,7 @@ def worker_killed_in_generate() -> None:
     llm = start()
     pids = [engine_pid(llm), *worker_pids(llm)]
     expect_death(
-        lambda: llm.generate([[1, 2]] * 3, [LONG] * 3),
+        lambda: llm.generate(MANY, LONG),
         lambda: os.kill(pids[2], signal.SIGKILL),
         "rank 1",
         "SIGKILL",
@@ -251,14 +253,14 @@ def no_children() -> None:
 
 def shutdown_during_generate() -> None:
     llm = start()
-    expect_death(lambda: llm.generate([1], LONG), llm.shutdown, "shut down")
+    expect_death(lambda: llm.generate(MANY, LONG), llm.shutdown, "shut down")
     no_children()
 
 
 def interrupted_generate_leaves_the_engine_usable() -> None:
     llm = start()
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    expect(KeyboardInterrupt, lambda: llm.generate([[1, 2]] * 6, [LONG] * 6))
+    expect(KeyboardInterrupt, lambda: llm.generate(MANY, LONG))
     assert not llm.llm_engine.has_unfinished_requests()
     first = llm.generate([[1, 2], [3]], SHORT)
     assert [len(output.outputs[0].token_ids) for output in first] == [4, 4]
