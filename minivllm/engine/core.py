@@ -158,7 +158,7 @@ class EngineCore:
         """Schedule, execute, sample, and say what came of it."""
         if not self.scheduler.has_requests():
             return []
-        if tracing.active:
+        if tracing.calls:
             with tracing.span("engine_core.step"):
                 return self._step()
         return self._step()
@@ -181,7 +181,7 @@ class EngineCore:
         Returns:
             The outputs of the oldest batch; nothing while the queue is being filled.
         """
-        if tracing.active:
+        if tracing.calls:
             with tracing.span("engine_core.step") as span:
                 return self._step_with_batch_queue(span)
         return self._step_with_batch_queue(None)

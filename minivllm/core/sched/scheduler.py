@@ -106,7 +106,7 @@ class Scheduler:
     # --- one step
 
     def schedule(self) -> SchedulerOutput:
-        if tracing.active:
+        if tracing.calls:
             with tracing.span("scheduler.schedule") as span:
                 output = self._schedule()
                 span.set(
@@ -278,7 +278,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        if tracing.active:
+        if tracing.calls:
             with tracing.span("scheduler.update_from_output") as span:
                 if self.spec_decoding_stats is not None:
                     drafts_before = self.spec_decoding_stats.num_draft_tokens
