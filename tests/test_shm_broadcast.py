@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -187,6 +188,7 @@ def test_what_cannot_be_pickled_leaves_the_ring_untouched() -> None:
             assert writer.snapshot() == before
         writer.enqueue(["next"])
         assert [reader.dequeue() for reader in readers] == [["next"], ["next"]]
+        assert writer.snapshot()[0].length < 50, "something of a failed message went with it"
 
 
 class FailsToDump:
@@ -464,7 +466,7 @@ def in_thread(call: Any) -> tuple[threading.Thread, list[BaseException]]:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, errors
 
@@ -489,11 +491,11 @@ def test_shutdown_wakes_whoever_is_inside(blocked: str) -> None:
     else:
         end, call = reader, lambda: reader.dequeue(indefinite=blocked == "idle reader")
     thread, errors = in_thread(call)
-    time.sleep(0.4)
+    time.sleep(0.45)  # an idle reader looks again by itself 0.41 and 0.66 s after it began
     started = time.monotonic()
     end.shutdown("worker 1 was killed by SIGKILL")
     thread.join(2)
-    assert time.monotonic() - started < 0.05 * slack()
+    assert time.monotonic() - started < min(0.05 * slack(), 0.15)
     assert isinstance(errors[0], MessageQueueClosed) and str(errors[0]) == "worker 1 was killed by SIGKILL"
     for each in (writer, reader, other):
         if each is not None:
@@ -585,19 +587,29 @@ def test_dropping_the_objects_gives_everything_back() -> None:
 
 def test_threads_may_share_an_end() -> None:
     """Invariant 1 of QueueEnd: nothing is lost or doubled, and each thread's messages stay in order."""
-    with queue(1, max_chunks=3, max_chunk_bytes=CHUNK) as (writer, (reader,)):
-        got: list[tuple[int, int, str]] = []
-        senders = [
-            in_thread(lambda i=i: [writer.enqueue((i, n, "x" * (n * 7))) for n in range(300)])
-            for i in range(4)
-        ]
-        takers = [
-            in_thread(lambda: [got.append(reader.dequeue(timeout=10)) for _ in range(600)]) for _ in range(2)
-        ]
-        for thread, errors in senders + takers:
-            thread.join(20)
-            assert not errors
-        assert sorted(got) == [(i, n, "x" * (n * 7)) for i in range(4) for n in range(300)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with queue(1, max_chunks=3, max_chunk_bytes=CHUNK) as (writer, (reader,)):
+            got: list[list[tuple[int, int, str]]] = [[], []]
+            senders = [
+                in_thread(lambda i=i: [writer.enqueue((i, n, "x" * (n * 7)), timeout=20) for n in range(500)])
+                for i in range(4)
+            ]
+            takers = [
+                in_thread(lambda mine=mine: [mine.append(reader.dequeue(timeout=20)) for _ in range(1000)])
+                for mine in got
+            ]
+            for thread, errors in senders + takers:
+                thread.join(40)
+                assert not errors
+            assert sorted(got[0] + got[1]) == [(i, n, "x" * (n * 7)) for i in range(4) for n in range(500)]
+            for mine in got:
+                for i in range(4):
+                    numbers = [n for sender, n, _ in mine if sender == i]
+                    assert numbers == sorted(numbers)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_waiting_for_another_thread_has_a_deadline_too() -> None:
@@ -700,6 +712,15 @@ def test_overflow_segments_are_used_again_and_bounded() -> None:
             with raises(TimeoutError):
                 reader.dequeue(timeout=0.05)
             assert reader._overflow_reader.attached == 0
+
+
+def test_an_outgrown_segment_is_kept_until_its_message_is_read() -> None:
+    """Found by the property test: at the end of a lap the first slot of the next one has not been given up."""
+    with queue(1, max_chunk_bytes=CHUNK, max_chunks=4) as (writer, (reader,)):
+        sent = [b"1" * 5_000, "small", "small", b"2" * 70_000]
+        for obj in sent:
+            writer.enqueue(obj)
+        assert [reader.dequeue() for _ in sent] == sent
 
 
 def test_pages_of_a_huge_message_are_freed_by_its_last_reader() -> None:

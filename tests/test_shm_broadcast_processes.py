@@ -175,20 +175,20 @@ def test_lost_wake_ups_cost_a_moment() -> None:
 
 @scenario(limit_s=40)
 def test_sleepers_are_woken_at_once() -> None:
-    """The re-check is a safety net: the ordinary way is a wake-up, far quicker than 50 ms."""
+    """The re-check is a safety net: the ordinary way is a wake-up, far quicker than the fifth of a second it takes."""
     writer = MessageQueue(2, 2)
     peers = start(writer, 2)
     for peer in peers:
         assert peer.receive() == "ready"
     times = []
-    for number in range(20):
-        time.sleep(0.06)
+    for number in range(7):
+        time.sleep(0.45)
         started = time.monotonic()
         writer.enqueue(number)
         for peer in peers:
             assert peer.receive() == number
         times.append(time.monotonic() - started)
-    assert sorted(times)[len(times) // 2] < 0.02 * slack(), times
+    assert sorted(times)[len(times) // 2] < min(0.02 * slack(), 0.1), times
     writer.enqueue(None)
     for peer in peers:
         assert peer.join() == 0
