@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import html
+import http.server
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -129,3 +134,83 @@ def test_chapters_keep_the_template(coverage: ModuleType) -> None:
             assert part.removeprefix("#") in text, f"{chapter.path.name} lacks {part!r}"
         assert re.search(r"^## Where the articles? (is|are) off$", text, re.M), chapter.path.name
         assert text.count("Build the smallest example") >= 3, chapter.path.name
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PHONE_WIDTH = 390
+# Loads page after page into a frame of a phone's width and writes down what is wrong with each.
+PROBE = """
+<pre id=out></pre><script>
+const out = document.getElementById("out");
+async function probe() {
+  for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    frame.width = WIDTH; frame.height = 800; frame.src = page;
+    const errors = [];
+    const loaded = new Promise(resolve => frame.onload = resolve);
+    document.body.appendChild(frame);
+    frame.contentWindow.addEventListener("error", event => errors.push(event.message));
+    await loaded;
+    await new Promise(resolve => setTimeout(resolve, 50));
+    const root = frame.contentDocument.documentElement;
+    if (root.scrollWidth > WIDTH) errors.push("is " + root.scrollWidth + " px wide");
+    if (!frame.contentDocument.querySelector("h1")) errors.push("has no heading");
+    for (const error of errors) out.textContent += page + ": " + error + "\\n";
+    frame.remove();
+  }
+  out.textContent += "looked at " + PAGES.length + " pages";
+}
+probe();
+</script>
+"""
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    """The built site, served on the loopback interface."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_pages_load_and_fit_a_phone(site: Path, address: str, tmp_path: Path) -> None:
+    pages = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))]
+    # Of the API pages, which are all made alike, some stand for all.
+    api = [page for page in pages if page.startswith("reference/api/")]
+    pages = [page for page in pages if page not in api] + api[::20]
+    probe = PROBE.replace("PAGES", json.dumps(pages)).replace("WIDTH", str(PHONE_WIDTH))
+    (site / "probe.html").write_text(probe, encoding="utf-8")
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=120000",
+            "--dump-dom",
+            f"{address}/probe.html",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    found = re.search(r"<pre id=\"?out\"?>(.*?)</pre>", done.stdout, re.S)
+    assert found is not None, done.stderr[-2000:]
+    assert found.group(1) == f"looked at {len(pages)} pages"
