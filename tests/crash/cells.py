@@ -40,8 +40,26 @@ _MODEL = """
 _MODEL_STOP = "dist.destroy"
 
 
+# On rank 0 these die in the warm-up, where they come first; on rank 1 in the middle of decoding.
+_IN_EVERY_STEP = """
+    rpc.execute runner.execute_model runner.update_states runner.prepare_inputs model.forward runner.sample_tokens
+    runner.postprocess
+"""
+_DECODING = 8
+
+
 def _cells(spans: str, who: tuple[str, ...], light: bool, stop: bool = False) -> list[Cell]:
-    return [Cell(span, process, "stop" if stop else "up", light) for span in spans.split() for process in who]
+    return [
+        Cell(
+            span,
+            process,
+            "stop" if stop else "up",
+            light,
+            nth=_DECODING if process == "rank1" and span in _IN_EVERY_STEP.split() else 1,
+        )
+        for span in spans.split()
+        for process in who
+    ]
 
 
 _WORKERS = ("rank0", "rank1")

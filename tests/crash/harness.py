@@ -31,16 +31,18 @@ class Cell:
         who: "client", "engine", "rank0" or "rank1".
         phase: "up" while the engine starts or runs, "stop" while it is being shut down.
         light: whether a worker without a model is enough to reach the span.
+        nth: at which entry of the span; the first ones of a step's spans are part of the warm-up.
     """
 
     span: str
     who: str
     phase: str
     light: bool
+    nth: int = 1
 
     @property
     def id(self) -> str:
-        return f"{self.span}@{self.who}"
+        return f"{self.span}@{self.who}" + (f"#{self.nth}" if self.nth > 1 else "")
 
 
 @dataclass
@@ -78,7 +80,7 @@ def run_cell(cell: Cell | None, trace_dir: Path, temp_dir: Path) -> Outcome:
         "PYTHONPATH": str(ROOT),
         "PYTHONFAULTHANDLER": "1",
         "MINIVLLM_TRACE": "rpc",
-        "MINIVLLM_FAILPOINTS": f"{cell.span}@{cell.who}=kill" if cell else "",
+        "MINIVLLM_FAILPOINTS": f"{cell.id}=kill" if cell else "",
     }
     command = [sys.executable, str(CALLER), str(trace_dir), *(["light"] if cell and cell.light else [])]
     outcome = Outcome()
