@@ -51,9 +51,9 @@ from minivllm.executor.status_page import StatusPage
 from minivllm.utils.system_utils import (
     MAIN_GUARD_ERROR,
     MAIN_GUARD_EXIT_CODE,
-    undisturbed_start,
     check_main_guard,
     explain_exit,
+    undisturbed_start,
 )
 
 if TYPE_CHECKING:
