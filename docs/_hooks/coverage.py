@@ -84,6 +84,25 @@ SECTIONS: dict[str, str] = {
 }
 
 
+# The chapters that the tour is to have.
+CHAPTERS = {
+    1: "process topology",
+    2: "MultiprocExecutor's initialisation",
+    3: "spawning a worker",
+    4: "WorkerProc's constructor and the worker's class",
+    5: "init_device and NCCL",
+    6: "which runner",
+    7: "why Model Runner V2",
+    8: "loading, KV cache, profiling, CUDA graphs",
+    9: "the MessageQueue",
+    10: "collective_rpc and FutureWrapper",
+    11: "one step from schedule to token",
+    12: "async scheduling and the pipeline",
+    13: "health, failure and who notices",
+    14: "shutdown in three levels",
+}
+
+
 @dataclass(frozen=True)
 class Chapter:
     """A page of the tour and what its front matter says it covers."""
@@ -93,12 +112,19 @@ class Chapter:
     articles: tuple[str, ...]
     spans: tuple[str, ...]
     walkthrough: str
+    aim: str
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name[:2])
 
 
 def chapters() -> list[Chapter]:
     found = []
     for path in sorted(TOUR.glob("[0-9][0-9]-*.md")):
-        meta = yaml.safe_load(path.read_text(encoding="utf-8").split("---\n")[1])
+        text = path.read_text(encoding="utf-8")
+        meta = yaml.safe_load(text.split("---\n")[1])
+        aims = text.partition("You will be able to")[2].partition("* ")[2]
         found.append(
             Chapter(
                 path,
@@ -106,9 +132,26 @@ def chapters() -> list[Chapter]:
                 tuple(meta["articles"]),
                 tuple(meta["spans"]),
                 meta.get("walkthrough", ""),
+                " ".join(aims.partition(";\n")[0].split()),
             )
         )
     return found
+
+
+def contents() -> str:
+    """The tour's table of contents, and which chapters are missing."""
+    told = chapters()
+    lines = ["| chapter | you will be able to, among other things | walkthrough |", "|---|---|---|"]
+    for chapter in told:
+        script = f"`walkthroughs/{chapter.walkthrough}`" if chapter.walkthrough else "–"
+        lines.append(
+            f"| [{chapter.title}]({chapter.path.name}) | {chapter.aim.replace('|', '&#124;')} | {script} |"
+        )
+    numbers = {chapter.number for chapter in told}
+    missing = [f"{number} ({subject})" for number, subject in CHAPTERS.items() if number not in numbers]
+    if missing:
+        lines += ["", f"Not written yet: {', '.join(missing)}."]
+    return "\n".join(lines)
 
 
 def page() -> str:

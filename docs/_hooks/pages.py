@@ -278,6 +278,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put code of the package, and timelines and steps of recorded runs, into the pages that name them."""
+    if "<!-- chapters -->" in markdown:
+        markdown = markdown.replace("<!-- chapters -->", coverage.contents())
     for expand in (symbols.expand, timelines.expand, steps.expand, explorer.expand):
         markdown = expand(markdown, page)
     return markdown
