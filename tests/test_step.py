@@ -25,7 +25,7 @@ from minivllm.exceptions import ConfigError
 from minivllm.stepper import History, Kind, RunState, Walk
 from minivllm.stepper.positions import find_position
 from minivllm.stepper.screen import Screen
-from minivllm.stepper.source import place_of
+from minivllm.stepper.source import _find, place_of
 from minivllm.stepper.words import Words
 from minivllm.trace_store import Process, TraceStore
 from minivllm.tracing.catalogue import LIFECYCLE
@@ -280,6 +280,15 @@ def test_a_line_that_has_moved_is_found_and_a_foreign_file_is_not(tmp_path: Path
     assert place.path == "minivllm/executor/abstract.py" and "elsewhere now" in place.note
     span.attributes["code.file.path"] = ""
     assert not place_of(span).lines
+
+
+def test_a_decorated_method_is_named_and_not_its_class() -> None:
+    path = "minivllm/worker/gpu_worker.py"
+    lines = (Path(__file__).parents[1] / path).read_text(encoding="utf-8").splitlines()
+    decorator = lines.index('    @tracing.instrument("worker.load_model")') + 1
+    for line in (decorator - 1, decorator, decorator + 1):
+        place = _find("worker.load_model", path, line, "minivllm.worker.gpu_worker.Worker.load_model")
+        assert (place.function, place.line, place.note) == ("Worker.load_model", decorator, "")
 
 
 # --- finding steps

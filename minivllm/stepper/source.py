@@ -48,7 +48,8 @@ class Place:
 class _File:
     lines: tuple[str, ...] = ()
     comments: dict[int, str] = field(default_factory=dict)
-    # (first line, last line, qualified name, docstring) of each class and function, the outer ones first.
+    # (first line, last line, qualified name, docstring) of each class and function, the outer ones first; decorators
+    # count, since a step may be emitted by one.
     scopes: tuple[tuple[int, int, str, str], ...] = ()
 
 
@@ -120,7 +121,8 @@ def _read(path: str) -> _File | None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 name = prefix + child.name
-                scopes.append((child.lineno, child.end_lineno or 0, name, ast.get_docstring(child) or ""))
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                scopes.append((first, child.end_lineno or 0, name, ast.get_docstring(child) or ""))
                 visit(child, name + ".")
             else:
                 visit(child, prefix)
