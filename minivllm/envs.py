@@ -15,8 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
 def _flag(text: str) -> bool:
-    return text.strip().lower() not in ("", "0", "false", "no", "off")
+    value = _FLAGS.get(text.strip().lower())
+    if value is None:
+        raise ValueError(f"{text!r} is none of {', '.join(_FLAGS)}")
+    return value
 
 
 def _optional_flag(text: str) -> bool | None:

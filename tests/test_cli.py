@@ -354,6 +354,8 @@ def test_doctor_says_what_to_do() -> None:
         "--json",
         MINIVLLM_WORKER_MULTIPROC_METHOD="teleport",
         MINIVLLM_MQ_MAX_CHUNKS="ten",
+        MINIVLLM_ENABLE_MULTIPROCESSING="maybe",
+        MINIVLLM_FAILPOINTS="garbage",
         MINIVLLM_TYPO="1",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
     )
@@ -364,7 +366,8 @@ def test_doctor_says_what_to_do() -> None:
     assert "spawn" in wrong["start method"]["to_do"]
     assert "does not answer" in wrong["OTLP endpoint"]["found"] and wrong["OTLP endpoint"]["to_do"]
     assert any("MINIVLLM_TYPO" in f["found"] for f in report["findings"])
-    assert any("MINIVLLM_MQ_MAX_CHUNKS" in f["found"] for f in report["findings"])
+    for name in ("MINIVLLM_MQ_MAX_CHUNKS", "MINIVLLM_ENABLE_MULTIPROCESSING", "MINIVLLM_FAILPOINTS"):
+        assert any(name in f["found"] and f["status"] == "missing" for f in report["findings"])
     assert all(f["to_do"] for f in report["findings"] if f["status"] in ("missing", "note"))
 
 

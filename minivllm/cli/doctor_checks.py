@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from minivllm import envs
 from minivllm.timeline import text as words
+from minivllm.tracing import failpoints
 
 DEFAULT_TP = 2
 _OTLP_TIMEOUT_S = 0.5
@@ -412,6 +413,8 @@ def _environment() -> list[Finding]:
             continue
         try:
             known[name].parse(os.environ[name])
+            if name == "MINIVLLM_FAILPOINTS":
+                failpoints.parse(os.environ[name])
             set_here.append(f"{name}={os.environ[name]}")
         except ValueError:
             findings.append(
