@@ -13,6 +13,9 @@ import msgspec
 
 from minivllm.exceptions import RequestError
 
+# Workers keep counts and token ids in 32-bit tensors.
+_INT_MAX = (1 << 31) - 1
+
 
 class _NamesItsArguments(type(msgspec.Struct)):  # type: ignore[misc]
     """Makes an unknown or superfluous argument a RequestError that says what would be right."""
@@ -139,13 +142,20 @@ class SamplingParams(
         def integer(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool)
 
+        def small(value: Any) -> bool:
+            return integer(value) and -_INT_MAX <= value <= _INT_MAX
+
         need(integer(self.n) and self.n == 1, "n", "only n=1 is supported; repeat the prompt instead")
         need(
-            self.max_tokens is None or (integer(self.max_tokens) and self.max_tokens >= 1),
+            self.max_tokens is None or (small(self.max_tokens) and self.max_tokens >= 1),
             "max_tokens",
-            "an integer of at least 1, or None",
+            f"an integer from 1 to {_INT_MAX}, or None",
         )
-        need(integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "an integer of at least 0")
+        need(
+            small(self.min_tokens) and self.min_tokens >= 0,
+            "min_tokens",
+            f"an integer from 0 to {_INT_MAX}",
+        )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
         need(
@@ -153,7 +163,11 @@ class SamplingParams(
             "temperature",
             "a number of at least 0",
         )
-        need(integer(self.top_k) and self.top_k >= -1, "top_k", "an integer of at least 1, or 0 / -1 for all")
+        need(
+            small(self.top_k) and self.top_k >= -1,
+            "top_k",
+            f"an integer from 1 to {_INT_MAX}, or 0 / -1 for all",
+        )
         need(number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
         need(number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]")
         need(
@@ -176,7 +190,7 @@ class SamplingParams(
         )
         need(
             self.stop_token_ids is None
-            or (isinstance(self.stop_token_ids, list) and all(integer(t) for t in self.stop_token_ids)),
+            or (isinstance(self.stop_token_ids, list) and all(small(t) for t in self.stop_token_ids)),
             "stop_token_ids",
             "a list of token ids",
         )
@@ -191,7 +205,7 @@ class SamplingParams(
             self.logit_bias is None
             or (
                 isinstance(self.logit_bias, dict)
-                and all(integer(k) and number(v) for k, v in self.logit_bias.items())
+                and all(small(k) and number(v) for k, v in self.logit_bias.items())
             ),
             "logit_bias",
             "a dict of token id -> number",

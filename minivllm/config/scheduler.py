@@ -28,8 +28,10 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} is not valid: an integer of at least 1 is needed")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+                raise ConfigError(
+                    f"{name}={value!r} is not valid: an integer from 1 to {(1 << 31) - 1} is needed"
+                )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
