@@ -71,7 +71,9 @@ def _explain(run: Run, batches: Batches, processes: list[Process]) -> list[str]:
     shares = [
         f"stage {batches.stage_of[p]} {intervals.total(batches.busy(p)) / length:.0%}" for p in processes
     ]
-    sentences.append(f"over all {len(batches.steps)} steps, the stages computed: {words.listing(shares)}")
+    sentences.append(
+        f"over {words.every(len(batches.steps), 'step')}, the stages computed: {words.listing(shares)}"
+    )
     if len(processes) > 1:
         first, last = batches.spans[processes[0]], batches.spans[processes[-1]]
         pairs = [(a, b) for a, b in pairwise(batches.steps) if b in first and a in last]

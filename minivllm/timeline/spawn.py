@@ -150,7 +150,7 @@ def _order_of_start(started: list[tuple[int, int]], waited_ns: int) -> str:
     else:
         at = f"between {min(times[:-1])} and {max(times[:-1])}"
     return (
-        f"all {len(started)} workers were started ({at}) before the first was waited for (at {times[-1]}): "
+        f"{words.every(len(started), 'worker')} were started ({at}) before the first was waited for (at {times[-1]}): "
         "each waits for the others in init_device, so that starting one and waiting for it would never end"
     )
 

@@ -67,6 +67,11 @@ def count(n: int, noun: str, plural: str | None = None) -> str:
     return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
 
+def every(n: int, noun: str) -> str:
+    """`the worker`, `both workers`, `all 3 workers`."""
+    return f"the {noun}" if n == 1 else f"both {noun}s" if n == 2 else f"all {n:,} {noun}s"
+
+
 def listing(items: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     items = list(items)
