@@ -259,6 +259,16 @@ def test_columns_is_honoured_in_a_pipe(trace: Path) -> None:
     assert 120 < max(cell_len(line.rstrip()) for line in wide.splitlines()) <= 140
 
 
+@pytest.mark.parametrize("columns", [20, 40, 50])
+def test_values_are_whole_at_any_width(trace: Path, columns: int) -> None:
+    def values(width: int) -> list[str]:
+        done = minivllm("timeline", str(trace), "--view", "spawn,rpc", COLUMNS=str(width))
+        # Lines that begin with a space are axes, with fewer numbers where there is less room.
+        return re.findall(r"^[^ ].* (\d\S* (?:s|ms|µs|ns)|pid \d+)$", done.stdout, re.M)
+
+    assert len(values(140)) > 20 and values(columns) == values(140)
+
+
 def test_no_color_is_honoured_in_a_terminal(trace: Path) -> None:
     code, shown = in_terminal("timeline", str(trace), "--view", "spawn", NO_COLOR="1")
     assert code == 0

@@ -139,7 +139,10 @@ def _show_views(views: list[View], num_spans: int, args: argparse.Namespace) -> 
     elif args.json:
         print(export.views_to_json(views, {"directory": args.directory, "spans": num_spans}))
     else:
-        export.print_views(common.console(width=args.width), views)
+        console = common.console(width=args.width)
+        # Lines that a very narrow terminal wraps are better than values without their units.
+        console.width = max(console.width, MIN_WIDTH)
+        export.print_views(console, views)
 
 
 def open_store(directory: str) -> TraceStore:

@@ -22,7 +22,9 @@ from minivllm.timeline.theme import Glyphs
 from minivllm.timeline.view import Kind, Row, View
 
 MIN_WIDTH = 40
-_MIN_BARS = 16
+_MIN_BARS = 12
+# A duration or a process id is never cut: "2 min 05 s", "pid 1234567".
+_WHOLE_NOTE = 11
 _KEPT_TAIL = 4
 
 
@@ -61,12 +63,13 @@ class Timeline:
         notes = [glyphs.spell(_note(row)) for row in view.rows]
         note_width = max(map(cell_len, notes), default=0)
         # Labels may take up to 40 % of the line; what is left is for the bars.
+        note_width = min(note_width, max(_WHOLE_NOTE, width // 5))
         label_width = min(
             max(cell_len(t) + cell_len(r.label) for t, r in zip(labels, view.rows, strict=True)),
             width * 2 // 5,
+            width - note_width - 2 - _MIN_BARS,
         )
-        note_width = min(note_width, max(8, width // 5))
-        bars = max(width - label_width - note_width - 2, _MIN_BARS)
+        bars = width - label_width - note_width - 2
         cuts: list[tuple[int, int]] = []
         if view.shorten:
             find = idle_stretches if view.shorten == "idle" else steady_stretches
