@@ -386,6 +386,15 @@ def test_print_a_sequence() -> None:
     assert max(cell_len(line) for line in text.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("columns", ["5", "40"])
+def test_print_at_any_width(columns: str) -> None:
+    for args in (["--at", "20"], ["--from", "20", "--count", "3"]):
+        done = step(str(recorded()), "--print", *args, COLUMNS=columns)
+        text = done.stdout.decode()
+        assert done.returncode == 0 and "too small" not in text and len(text) > 200, text
+        assert max(map(cell_len, text.splitlines())) <= 80
+
+
 def test_print_the_picture_of_a_failure_in_plain_ascii() -> None:
     done = step(
         str(recorded("rpc.execute@rank1#6=kill")), "--print", "--at", "failure", PYTHONIOENCODING="ascii"

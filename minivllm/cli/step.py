@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from minivllm.stepper.screen import Screen
 
 _DEFAULT_COUNT = 20
+_PLAIN_COLUMNS = 80
 _EXAMPLES = """\
 examples:
   minivllm step traces/run                        in the terminal; ? lists the keys
@@ -100,8 +101,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(screen: Screen, index: int, args: argparse.Namespace) -> None:
     from minivllm.stepper import plain
+    from minivllm.stepper.screen import MIN_COLUMNS
 
     console = common.console()
+    if console.width < MIN_COLUMNS:
+        # Nothing has to fit a screen here; lines that a narrow terminal wraps are better than none.
+        console.width = _PLAIN_COLUMNS
     columns = console.width
     if args.at is not None:
         _show(console, plain.picture(screen, index, columns, 30))
