@@ -31,6 +31,10 @@ class WorkerStartupTimeout(WorkerStartupError, TimeoutError):
     """Not all workers became ready in time; the text names those that are missing and the step each is in."""
 
 
+class WorkerConfigError(WorkerStartupError, ConfigError):
+    """A worker met a setting or a checkpoint that cannot work; the CLI exits with code 2, as with one process."""
+
+
 class MessageQueueClosed(RuntimeError):
     """The queue was shut down, or the wait was cancelled; the text is the reason that was given for it."""
 

@@ -25,6 +25,7 @@ from rich.cells import cell_len
 from trace_fixtures import write_run
 
 from minivllm.cli import timeline as timeline_command
+from minivllm.config.model import BUNDLED_CHECKPOINT
 from minivllm.timeline import SOMETIMES, VIEWS
 from minivllm.trace_store import TraceStore
 from minivllm.tracing.catalogue import SPANS
@@ -544,6 +545,16 @@ def test_generate_prints_text_and_json(tmp_path: Path) -> None:
     assert "minivllm timeline" in done.stderr
     again = minivllm(*args)
     assert again.returncode == 2 and "not empty" in again.stderr, "a recorded run is never written over"
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_a_checkpoint_without_weights_is_bad_input(tp: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((BUNDLED_CHECKPOINT / "config.json").read_bytes())
+    done = minivllm("generate", "x", "--model", str(tmp_path), "--tp", tp, "--device", "cpu")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("minivllm: error: ") and "has no *.safetensors file" in last
+    assert tp == "1" or ("rank" in last and "worker.load_model" in last)
 
 
 def test_a_prompt_that_is_too_long_is_bad_input(tmp_path: Path) -> None:

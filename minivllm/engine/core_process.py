@@ -25,6 +25,7 @@ from minivllm.exceptions import (
     ConfigError,
     ExecutorFailedError,
     RemoteError,
+    WorkerConfigError,
     WorkerStartupError,
     WorkerStartupTimeout,
 )
@@ -32,7 +33,7 @@ from minivllm.executor.leftovers import remove_leftovers
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 # Errors of a start-up that the client raises again as what they are; the most special ones first.
-STARTUP_ERRORS = (ConfigError, WorkerStartupTimeout, WorkerStartupError)
+STARTUP_ERRORS = (WorkerConfigError, ConfigError, WorkerStartupTimeout, WorkerStartupError)
 # The client sends it instead of SIGTERM when nobody waits for what the workers are at.
 HURRY_SIGNAL = signal.SIGUSR1
 _PARKING_S = 0.2

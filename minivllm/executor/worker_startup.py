@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from minivllm import envs, tracing
 from minivllm.config import ParallelConfig, VllmConfig
 from minivllm.distributed.shm_broadcast import Handle, MessageQueue
-from minivllm.exceptions import RemoteError, WorkerStartupError, WorkerStartupTimeout
+from minivllm.exceptions import (
+    ConfigError,
+    RemoteError,
+    WorkerConfigError,
+    WorkerStartupError,
+    WorkerStartupTimeout,
+)
 from minivllm.executor.status_page import StatusPage
 from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, WorkerProcHandle, parent_end
 from minivllm.tracing.context import environment as set_environment
@@ -218,8 +224,10 @@ def _describe_failure(
     """Whether the failure may be another one's effect, and the error."""
     if message is not None:
         name, text, stack = message["exception"]
-        error = WorkerStartupError(
-            f"{handle.name} failed to start in {message['step']}: {name}: {text}\n"
+        # Only the worker reads the weights, so it is the first to see a damaged checkpoint.
+        refused = name.rpartition(".")[2] == ConfigError.__name__
+        error = (WorkerConfigError if refused else WorkerStartupError)(
+            f"{handle.name} failed to start in {message['step']}: {text if refused else f'{name}: {text}'}\n"
             f"--- traceback on rank {handle.rank} ---\n{stack.rstrip()}"
         )
         error.__cause__ = RemoteError(handle.rank, message["step"], name, text, stack)
