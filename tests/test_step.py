@@ -429,6 +429,7 @@ def test_a_long_run_opens_in_time(tmp_path: Path) -> None:
         (["--print", "--at", "failure"], "nothing failed"),
         (["--print", "--at", "1", "--count", "2"], "--at prints the picture"),
         (["--from", "3"], "go with --print"),
+        (["--print", "--level", "lifecycle", "--from", "rpc.call#2"], "use --level rpc"),
     ],
 )
 def test_bad_input(args: list[str], said: str) -> None:

@@ -62,6 +62,12 @@ def find_position(walk: Walk, text: str, current: int = 0) -> int:
     return walk.at(here_ns + distance_ns if match[1] else walk.run.zero_ns + distance_ns)
 
 
+def names_a_span(text: str) -> bool:
+    """Whether a position is one step by name; a number or a time is also a fine place to begin between steps."""
+    named = _NAME.fullmatch(text.strip())
+    return named is not None and named["name"] in SPANS
+
+
 def _find_named(walk: Walk, text: str, named: re.Match[str]) -> int:
     rank = int(named["rank"]) if named["rank"] else None
     spans = walk.store.spans(named["name"], rank=rank)
