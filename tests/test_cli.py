@@ -296,7 +296,9 @@ def test_svg_html_and_json_files(trace: Path, tmp_path: Path) -> None:
     assert [v["name"] for v in views] == [n for n in VIEWS if n not in SOMETIMES]
     assert ET.fromstring(minivllm("timeline", str(trace), "--view", "rpc", "--svg", "-").stdout)
     bad = minivllm("timeline", str(trace), "--svg", "/nowhere/a.svg")
-    assert bad.returncode == 1 and "No such file or directory" in bad.stderr
+    assert bad.returncode == 2 and "there is no folder /nowhere; make it first" in bad.stderr
+    bad = minivllm("timeline", str(trace), "--html", str(tmp_path))
+    assert bad.returncode == 2 and "it is a folder" in bad.stderr and len(bad.stderr.splitlines()) == 1
 
 
 def test_timeline_options_reach_the_views(trace: Path) -> None:

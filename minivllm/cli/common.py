@@ -110,6 +110,32 @@ def write(text: str) -> None:
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
 
 
+def write_file(target: str, content: bytes) -> None:
+    """Write an output that the command line names.
+
+    Raises:
+        ConfigError: there can be no such file.
+        OSError: writing it failed, such as on a full disk.
+    """
+    from minivllm.exceptions import ConfigError
+
+    folder = Path(target).parent
+    try:
+        file = open(target, "wb")
+    except OSError as e:
+        if not folder.exists():
+            said = f"there is no folder {folder}; make it first, or name a file elsewhere"
+        elif os.path.isdir(target):
+            said = "it is a folder; name a file in it"
+        elif isinstance(e, FileNotFoundError):
+            said = f"no file can be made in {folder}; name one elsewhere"
+        else:
+            said = f"{e.strerror}; name a file elsewhere"
+        raise ConfigError(f"cannot write {target}: {said}") from e
+    with file:
+        file.write(content)
+
+
 def complain(message: str) -> None:
     """One line on stderr; a stderr that is gone too is not worth another error."""
     try:

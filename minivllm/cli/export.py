@@ -100,8 +100,7 @@ def _write(file: str, encode: Callable[[TraceStore], bytes], store: TraceStore) 
         sys.stdout.buffer.write(content + b"\n")
         sys.stdout.buffer.flush()
         return
-    with open(file, "wb") as target:
-        target.write(content + b"\n")
+    common.write_file(file, content + b"\n")
     print(f"wrote {file} ({len(store.spans()):,} spans)", file=sys.stderr)
 
 

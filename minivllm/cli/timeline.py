@@ -173,7 +173,7 @@ def _write(target: str, content: str) -> None:
     if target == "-":
         sys.stdout.buffer.write(content.encode("utf-8"))
         return
-    Path(target).write_text(content, encoding="utf-8")
+    common.write_file(target, content.encode("utf-8"))
     print(f"wrote {target}", file=sys.stderr)
 
 
