@@ -167,3 +167,18 @@ def test_a_script_without_the_main_guard_is_told_so(tmp_path: Path) -> None:
     _, err = finish(process)
     assert process.returncode != 0
     assert err.count("__main__") == 1 and "ConfigError" in err, err
+
+
+@pytest.mark.parametrize("multiprocess", ["1", "0"])
+def test_a_script_from_a_pipe_is_told_so(multiprocess: str) -> None:
+    script = (
+        f"import os; os.environ['MINIVLLM_ENABLE_MULTIPROCESSING'] = '{multiprocess}'\n"
+        "from minivllm import LLM\n"
+        "if __name__ == '__main__':\n"
+        "    LLM(worker_cls='counting_worker.CountingWorker', distributed_executor_backend='mp', device='cpu')\n"
+    )
+    process = popen("-", stdin=subprocess.PIPE)
+    _, err = process.communicate(script, timeout=60)
+    assert process.returncode == 1
+    assert "ConfigError: the main module '<stdin>' is no file" in err and "put the script into a file" in err
+    assert err.count("Traceback") == 1

@@ -51,6 +51,7 @@ from minivllm.executor.status_page import StatusPage
 from minivllm.utils.system_utils import (
     MAIN_GUARD_ERROR,
     MAIN_GUARD_EXIT_CODE,
+    check_main_file,
     check_main_guard,
     explain_exit,
     undisturbed_start,
@@ -301,6 +302,7 @@ class SyncMPClient(EngineCoreClient):
         self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes = b""
     ) -> None:
         check_main_guard()
+        check_main_file()
         self._startup_timeout_s = (
             vllm_config.parallel_config.startup_timeout_s or envs.MINIVLLM_STARTUP_TIMEOUT_S
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -43,7 +44,8 @@ def get_mp_context() -> MPContext:
     """The multiprocessing context that MINIVLLM_WORKER_MULTIPROC_METHOD asks for.
 
     Raises:
-        ConfigError: unknown method, or fork where a forked child could not work; the text says why.
+        ConfigError: unknown method, fork where a forked child could not work, or another one with a main module that
+            a child could not import; the text says why.
     """
     method = envs.MINIVLLM_WORKER_MULTIPROC_METHOD
     if method not in START_METHODS:
@@ -57,6 +59,8 @@ def get_mp_context() -> MPContext:
             + "; ".join(reasons)
             + ". Use spawn or forkserver"
         )
+    if method != "fork":
+        check_main_file()
     context: MPContext = multiprocessing.get_context(method)
     return context
 
@@ -92,6 +96,28 @@ def check_main_guard() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # Not an exception: the script may catch those, and would go on to start itself once more.
         os._exit(MAIN_GUARD_EXIT_CODE)
+
+
+def check_main_file() -> None:
+    """Refuse a main module that a new process could not import again: a script that came through a pipe.
+
+    Call this where a process is about to be started by spawn or forkserver; a fork imports nothing.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    # multiprocessing imports it by its name where it has one, and not at all without a file (`python -c`, a REPL).
+    if file is None or getattr(main, "__spec__", None) is not None:
+        return
+    # multiprocessing looks where the program was started, whatever the working directory is by now.
+    origin: str | None = getattr(multiprocessing.process, "ORIGINAL_DIR", None)
+    if not os.path.exists(os.path.join(origin or "", file)):
+        raise ConfigError(
+            f"the main module {file!r} is no file, and each new process imports it again: put the script into a file "
+            "and run that"
+        )
 
 
 def explain_exit(exitcode: int | None) -> str:
