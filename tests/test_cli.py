@@ -174,6 +174,8 @@ def test_view_names_are_those_of_the_timelines() -> None:
         (["generate", "x", "--dtype", "int3"], "int3"),
         (["generate", "x", "--device", "tpu"], "tpu"),
         (["generate", "x", "--top-p", "2"], "top_p=2.0"),
+        (["generate", "x", "--top-k", "99999999999999999999"], "top_k=99999999999999999999 is not valid"),
+        (["generate", "x", "--max-num-batched-tokens", "0"], "max_num_batched_tokens=0 is not valid"),
         (["demo", "--max-tokens", "-3"], "max_tokens=-3 is not valid"),
         (["timeline", "/nowhere"], "is not a directory"),
         (["timeline", "."], "holds no trace"),

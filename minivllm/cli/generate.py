@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
         pipeline_parallel_size=args.pp,
         async_scheduling=args.async_scheduling,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        max_num_seqs=min(64, args.max_num_batched_tokens),
+        # At least 1, so that a bad number of tokens is refused under its own name.
+        max_num_seqs=max(1, min(64, args.max_num_batched_tokens)),
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         **({"trace_level": args.trace_level} if trace is not None else {}),
