@@ -121,7 +121,7 @@ def write_file(target: str, content: bytes) -> None:
 
     folder = Path(target).parent
     try:
-        file = open(target, "wb")
+        file = open(target, "wb")  # noqa: SIM115
     except OSError as e:
         if not folder.exists():
             said = f"there is no folder {folder}; make it first, or name a file elsewhere"
