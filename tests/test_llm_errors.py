@@ -41,6 +41,9 @@ from minivllm.exceptions import ConfigError, RequestError
         ({"block_size": 0}, "block_size=0"),
         ({"num_gpu_blocks_override": 1}, "null block"),
         ({"seed": "lucky"}, "seed='lucky'"),
+        ({"model": ""}, "model='' is not valid"),
+        ({"model": 5}, "model=5 is not valid"),
+        ({"trace": 5}, "trace=5 is not valid"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"trace_level": "rpc"}, "needs a directory"),
         ({"trace": "/tmp", "trace_level": "everything"}, "everything"),
@@ -63,6 +66,7 @@ def test_a_bad_setting_is_refused_before_any_process_starts(kwargs: dict[str, An
     ("change", "text"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": None}, "does not say which architecture"),
         ({"vocab_size": None}, "vocab_size|no number"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
     ],

@@ -76,6 +76,11 @@ class ModelConfig:
             )
         if self.model is None:
             self.model = str(BUNDLED_CHECKPOINT)
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(
+                f"model={self.model!r} is not valid: give the directory of a local Hugging Face checkpoint, or leave it "
+                "out to use the bundled one"
+            )
         path = Path(self.model)
         config_file = path / "config.json"
         if not path.is_dir():
@@ -95,11 +100,18 @@ class ModelConfig:
 
     def _read_shape(self) -> None:
         c = self.hf_config
+        if not isinstance(c, dict):
+            raise ConfigError(f"config.json of {self.model!r} is not a JSON object")
         architectures = c.get("architectures") or []
+        if not architectures:
+            raise ConfigError(
+                f"config.json of {self.model!r} does not say which architecture the model has (architectures); "
+                f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
         known = [a for a in architectures if a in SUPPORTED_ARCHITECTURES]
         if not known:
             raise ConfigError(
-                f"architecture {architectures or 'missing'} of {self.model!r} is not supported; "
+                f"architecture {architectures} of {self.model!r} is not supported; "
                 f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
         self.architecture = known[0]

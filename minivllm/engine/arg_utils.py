@@ -90,7 +90,7 @@ class EngineArgs:
             raise ConfigError(f"seed={self.seed!r} is not valid: an integer is needed")
         device = resolve_device(self.device)
         model_config = ModelConfig(
-            model=None if self.model is None else os.fspath(self.model),
+            model=None if self.model is None else _path("model", self.model),
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             seed=self.seed,
@@ -135,7 +135,7 @@ class EngineArgs:
         )
 
     def _observability_config(self) -> ObservabilityConfig:
-        trace_dir = os.fspath(self.trace) if self.trace is not None else envs.MINIVLLM_TRACE_DIR or None
+        trace_dir = _path("trace", self.trace) if self.trace is not None else envs.MINIVLLM_TRACE_DIR or None
         level = self.trace_level
         if level is None:
             level = envs.MINIVLLM_TRACE
@@ -147,3 +147,10 @@ class EngineArgs:
             trace_dir=os.path.abspath(trace_dir) if trace_dir is not None and level != "off" else None,
             trace_level=level if trace_dir is not None else "off",
         )
+
+
+def _path(name: str, value: str | os.PathLike[str]) -> str:
+    """A path as text. Raises ConfigError that names the argument."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"{name}={value!r} is not valid: a directory is needed, as a string or a path")
+    return os.fspath(value)
