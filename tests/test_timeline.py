@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import re
+import shutil
 import time
 import xml.etree.ElementTree as ET
 from itertools import pairwise
@@ -227,6 +228,17 @@ def test_a_view_says_what_is_missing_and_which_level_shows_it(
     tmp_path: Path, level: str, view: str, said: str
 ) -> None:
     assert said in " ".join(one(TraceStore.open(write_run(tmp_path / "t", level=level)), view).missing)
+
+
+def test_a_cut_off_trace_is_not_to_be_recorded_at_a_level_it_has(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole")
+    for kept, said in (("client*", "or this trace is cut off"), ("[cw]*", "a part of this trace is missing")):
+        part = tmp_path / said.replace(" ", "-")
+        part.mkdir()
+        for file in whole.glob(kept):
+            shutil.copy(file, part)
+        (missing,) = one(TraceStore.open(part), "spawn").missing
+        assert missing.startswith("no spawn spans: level ") and said in missing
 
 
 def test_many_ranks_keep_their_colours_and_sentences_stay_short(tmp_path: Path) -> None:

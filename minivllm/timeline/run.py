@@ -117,8 +117,18 @@ class Run:
         return (item for depth, item in self.store.tree(span) if depth)
 
     def missing(self, level: str, what: str) -> str:
-        """The sentence for spans that this run did not record."""
-        return f"recorded at level {self.level}: no {what}; record with --trace-level {level}"
+        """The sentence for spans that are not there.
+
+        Args:
+            level: the lowest trace level that has them.
+        """
+        from minivllm.tracing.spec import LEVEL_NAMES
+
+        if LEVEL_NAMES.index(self.level) < LEVEL_NAMES.index(level):
+            return f"recorded at level {self.level}: no {what}; record with --trace-level {level}"
+        if self.store.damaged_lines or self.store.orphans():
+            return f"no {what}: level {self.level} has them, but a part of this trace is missing or cut off"
+        return f"no {what}: level {self.level} has them, so either there were none or this trace is cut off"
 
     # --- rows
 
