@@ -50,7 +50,7 @@ environment_variables: dict[str, EnvVar] = {
     "MINIVLLM_ENABLE_MULTIPROCESSING": EnvVar(_flag, "1", "0 keeps EngineCore in the caller's process (InprocClient)"),
     "MINIVLLM_WORKER_MULTIPROC_METHOD": EnvVar(str, "spawn", "start method of workers: spawn, fork or forkserver"),
     "MINIVLLM_USE_V2_MODEL_RUNNER": EnvVar(_optional_flag, "", "1 or 0 forces or forbids Model Runner V2"),
-    "MINIVLLM_TRACE": EnvVar(str, "off", "trace level: off, lifecycle, rpc or message"),
+    "MINIVLLM_TRACE": EnvVar(str, "off", "trace level: off, lifecycle, rpc or message; unset, a trace directory means rpc"),
     "MINIVLLM_TRACE_DIR": EnvVar(str, "", "directory that receives the trace files of a run"),
     "MINIVLLM_TRACE_ANCHOR": EnvVar(str, "", "set for child processes: the clock that all processes of a run share"),
     "MINIVLLM_TRACE_START": EnvVar(str, "", "set for child processes: when the parent started them"),

@@ -551,6 +551,13 @@ def test_generate_prints_text_and_json(tmp_path: Path) -> None:
     assert again.returncode == 2 and "not empty" in again.stderr, "a recorded run is never written over"
 
 
+def test_a_trace_directory_in_the_environment_that_cannot_be_used_is_bad_input() -> None:
+    done = minivllm("generate", "x", MINIVLLM_TRACE_DIR="/dev/null/x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("minivllm: error: MINIVLLM_TRACE_DIR='/dev/null/x' cannot be used")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("tp", ["1", "2"])
 def test_a_checkpoint_without_weights_is_bad_input(tp: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((BUNDLED_CHECKPOINT / "config.json").read_bytes())

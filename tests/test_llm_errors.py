@@ -44,6 +44,7 @@ from minivllm.exceptions import ConfigError, RequestError
         ({"model": ""}, "model='' is not valid"),
         ({"model": 5}, "model=5 is not valid"),
         ({"trace": 5}, "trace=5 is not valid"),
+        ({"trace": "/dev/null/x"}, "trace='/dev/null/x' cannot be used"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"trace_level": "rpc"}, "needs a directory"),
         ({"trace": "/tmp", "trace_level": "everything"}, "everything"),
@@ -183,3 +184,15 @@ def test_every_engine_argument_reaches_the_configuration_or_is_refused() -> None
 
 def test_device_auto_is_cpu_without_a_gpu_or_a_cuda_build() -> None:
     assert EngineArgs().create_engine_config().device in ("cpu", "cuda")
+
+
+def test_a_trace_directory_in_the_environment_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MINIVLLM_TRACE", raising=False)
+    monkeypatch.setenv("MINIVLLM_TRACE_DIR", str(tmp_path / "trace"))
+    found = EngineArgs(device="cpu").create_engine_config().observability_config
+    assert (found.trace_dir, found.trace_level) == (str(tmp_path / "trace"), "rpc")
+    monkeypatch.setenv("MINIVLLM_TRACE", "off")
+    found = EngineArgs(device="cpu").create_engine_config().observability_config
+    assert (found.trace_dir, found.trace_level) == (None, "off")

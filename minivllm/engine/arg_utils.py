@@ -38,7 +38,7 @@ class EngineArgs:
         async_scheduling: schedule a step while the one before it runs (None: no).
         speculative_config: dict with the keys of SpeculativeConfig: method "ngram", or model, the draft model.
         trace: directory for the trace of this run (None: MINIVLLM_TRACE_DIR, else no trace).
-        trace_level: "lifecycle", "rpc" or "message" (None: MINIVLLM_TRACE, or "rpc" when `trace` is given).
+        trace_level: "lifecycle", "rpc" or "message" (None: MINIVLLM_TRACE, or "rpc" when only a directory is given).
     """
 
     model: str | os.PathLike[str] | None = None
@@ -99,7 +99,7 @@ class EngineArgs:
             logits_processors=self.logits_processors,
             logprobs_mode=self.logprobs_mode,
         )
-        return VllmConfig(
+        config = VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(
                 block_size=self.block_size,
@@ -133,13 +133,30 @@ class EngineArgs:
             else SpeculativeConfig.from_dict(self.speculative_config, model_config),
             device=device,
         )
+        # Last, so that a setting that is refused for another reason leaves no directory.
+        if config.observability_config.trace_dir is not None:
+            self._make_trace_directory(config.observability_config.trace_dir)
+        return config
+
+    def _make_trace_directory(self, path: str) -> None:
+        """Raises ConfigError when no trace can be written there: a run without it would be a run in vain."""
+        name = "MINIVLLM_TRACE_DIR" if self.trace is None else "trace"
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"{name}={path!r} cannot be used: {e.strerror}") from None
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{name}={path!r} cannot be written to")
 
     def _observability_config(self) -> ObservabilityConfig:
         trace_dir = _path("trace", self.trace) if self.trace is not None else envs.MINIVLLM_TRACE_DIR or None
         level = self.trace_level
         if level is None:
             level = envs.MINIVLLM_TRACE
-            if level == "off" and self.trace is not None:
+            # A directory alone asks for a trace; with the variable, MINIVLLM_TRACE=off takes that back.
+            if level == "off" and (
+                self.trace is not None or (trace_dir is not None and "MINIVLLM_TRACE" not in os.environ)
+            ):
                 level = "rpc"
         if trace_dir is None and self.trace_level not in (None, "off"):
             raise ConfigError(f"trace_level={level!r} needs a directory: give trace, too")
