@@ -17,7 +17,7 @@ import pytest
 from mq_helpers import FailsToLoad, cpu_seconds, equal, queue
 from scenario import Skip, raises, scenario, slack, wait_until
 
-from minivllm.distributed import mq_overflow, mq_stream, shm_segment
+from minivllm.distributed import mq_overflow, mq_stream, shm_segment, wakeup
 from minivllm.distributed.shm_broadcast import (
     MessageDecodeError,
     MessageQueue,
@@ -253,6 +253,7 @@ class Pause:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None = None) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
         real = mq_stream.write
+        monkeypatch.setattr(wakeup, "_checks", wakeup._ALONE)
 
         def write(pieces: list[Any], view: memoryview, words: memoryview) -> None:
             def slow() -> Any:

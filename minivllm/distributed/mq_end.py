@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from minivllm.distributed.mq_stream import WaitEnded
 from minivllm.distributed.mq_wait import Patience, process_state
 from minivllm.distributed.shm_ring import ShmRingBuffer, SlotState
+from minivllm.distributed.wakeup import crowded
 from minivllm.exceptions import MessageQueueClosed
 
 if TYPE_CHECKING:
@@ -171,16 +172,23 @@ class QueueEnd:
         )
 
     def _wait_for_more(
-        self, ready: Callable[[], bool], deadline: float | None, cancel: threading.Event | None
+        self,
+        part: Callable[[], bool],
+        whole: Callable[[], bool],
+        deadline: float | None,
+        cancel: threading.Event | None,
     ) -> None:
         """A large message is announced and not yet there as a whole."""
         ring = self.buffer
+        # Following the writer part by part would keep it from writing where there is no core for each.
+        sleep = crowded()
         try:
             ring.readers_wake.wait(
-                ready,
+                whole if sleep else part,
                 deadline,
                 lambda: self._patience(deadline, self._late_writer, cancel),
                 ring.sleeping_offset + self.local_reader_rank,
+                spin=not sleep,
             )
         except Exception as error:
             raise WaitEnded(error) from None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -39,14 +40,15 @@ class WaitEnded(Exception):
         self.error = error
 
 
-def write(pieces: Iterable[Any], view: memoryview, words: memoryview) -> None:
+def write(pieces: Iterable[Any], view: memoryview, words: memoryview, in_parts: bool = True) -> None:
     """Copy a message behind the first line of its segment, and say how far it is."""
     offset = LINE_BYTES
+    part_bytes = _PART_BYTES if in_parts else sys.maxsize
     try:
         for piece in pieces:
             with memoryview(piece) as source:
-                for start in range(0, len(source), _PART_BYTES):
-                    part = source[start : start + _PART_BYTES]
+                for start in range(0, len(source), part_bytes):
+                    part = source[start : start + part_bytes]
                     end = offset + len(part)
                     view[offset:end] = part
                     offset = end
@@ -64,7 +66,11 @@ class Stream:
     __slots__ = ("_position", "_size", "_view", "_wait", "_words")
 
     def __init__(
-        self, view: memoryview, words: memoryview, size: int, wait: Callable[[Callable[[], bool]], None]
+        self,
+        view: memoryview,
+        words: memoryview,
+        size: int,
+        wait: Callable[[Callable[[], bool], Callable[[], bool]], None],
     ) -> None:
         self._view = view
         self._words = words
@@ -126,7 +132,7 @@ class Stream:
         """How many bytes are there: at least `needed` if it is worth a wait."""
         words = self._words
         if wait and words[PROGRESS] < needed:
-            self._wait(lambda: words[PROGRESS] >= needed)
+            self._wait(lambda: words[PROGRESS] >= needed, lambda: words[PROGRESS] >= self._size)
         found: int = words[PROGRESS]
         if found == _ABANDONED:
             raise AbandonedMessage

@@ -26,7 +26,7 @@ from minivllm.distributed.shm_ring import (
     ShmRingBuffer,
     SlotState,
 )
-from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, memory_fence
+from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, crowded, memory_fence
 from minivllm.exceptions import MessageDecodeError, MessageQueueClosed
 
 if TYPE_CHECKING:
@@ -282,7 +282,8 @@ class MessageQueue(QueueEnd):
         self, kind: int, view: memoryview, deadline: float | None
     ) -> tuple[int, tuple[Block, list[Any]] | None]:
         """The message word of a message of several pieces, which are copied to the slot; or if they are too large for it,
-        the slot gets the address of a block, and block and pieces are returned."""
+        the slot gets the address of a block. Then either the block has been written or, where a reader can follow on
+        another core, block and pieces are returned, to be written when the slot has been announced."""
         pieces, out_of_band = self._pickler.take()
         size = sum(map(len, pieces))
         message = size << 8 | kind | out_of_band
@@ -293,7 +294,10 @@ class MessageQueue(QueueEnd):
             )
             record = block.record()
             view[: len(record)] = record
-            return message | OVERFLOW, (block, pieces)
+            if not crowded():
+                return message | OVERFLOW, (block, pieces)
+            mq_stream.write(pieces, block.view, block.words, in_parts=False)
+            return message | OVERFLOW, None
         offset = 0
         for piece in pieces:
             end = offset + len(piece)
@@ -423,7 +427,7 @@ class MessageQueue(QueueEnd):
             return decode(message, view[:size])
         segment, words = self._overflow_reader.open(view)
         stream = mq_stream.Stream(
-            segment, words, size, lambda ready: self._wait_for_more(ready, deadline, cancel)
+            segment, words, size, lambda part, whole: self._wait_for_more(part, whole, deadline, cancel)
         )
         return stream.load(message)
 

@@ -103,7 +103,7 @@ class SpinCondition:
     RECHECK_S: Final = 0.05
     IDLE_RECHECK_S: Final = 0.25
 
-    __slots__ = ("_address", "_checks", "_mm", "_values", "_word", "flag", "spin_s")
+    __slots__ = ("_address", "_mm", "_values", "_word", "flag", "spin_s")
 
     def __init__(self, mm: mmap.mmap, offset: int, waker: int, wakers: int) -> None:
         """Waker number `waker` of `wakers` processes, on the word at `offset`."""
@@ -112,7 +112,6 @@ class SpinCondition:
         self._values = itertools.count(wakers + waker, wakers)
         self.flag = offset + FLAG_OFFSET
         self.spin_s = 0.0
-        self._checks = _ALONE
         # An address instead of a pointer object: the latter would keep the mapping from being closed.
         anchor = ctypes.c_char.from_buffer(mm, offset)
         self._address = ctypes.addressof(anchor)
@@ -125,6 +124,7 @@ class SpinCondition:
         patience: Callable[[], Callable[[], None]],
         sleeping: int,
         idle: bool = False,
+        spin: bool = True,
     ) -> int:
         """Return when `ready()` is true; the result is the time slept, in nanoseconds.
 
@@ -134,24 +134,27 @@ class SpinCondition:
                 wait by raising (deadline passed, queue closed, peer dead).
             sleeping: offset of this waiter's own "I sleep" byte, for those who look at the ring from outside.
             idle: waiting for work that need not come: look again less and less often.
+            spin: poll for a while before sleeping.
         """
+        global _checks
         # A first look before anything is set up: in a quick exchange the answer is on its way already.
-        for _ in self._checks:
+        for _ in _checks:
             if ready():
                 return 0
         now = time.monotonic()
-        limit = now + self.spin_s
+        limit = now + self.spin_s if spin else now
         if deadline is not None and deadline < limit:
             limit = deadline
         while now < limit:
             _sched_yield()
-            before, now = now, time.monotonic()
+            after = time.monotonic()
             # A yield that took long ran somebody else: with more processes than cores, polling is what keeps the peer
             # from answering.
-            self._checks = checks = _CROWDED if now - before > _CROWDED_S else _ALONE
-            for _ in checks:
+            _checks = _CROWDED if after - now > _CROWDED_S else _ALONE
+            for _ in _checks:
                 if ready():
                     return 0
+            now = time.monotonic()
         return self._sleep(ready, deadline, patience(), sleeping, idle)
 
     def _sleep(
@@ -192,5 +195,13 @@ class SpinCondition:
 
 _ALONE: Final = range(40)
 _CROWDED: Final = range(3)
-_CROWDED_S: Final = 5e-6
+_CROWDED_S: Final = 2e-6  # a yield to nobody takes less than 1 µs, one to another process at least 3
+_checks = _ALONE  # looks between two yields, for all waits of this process
+
+
+def crowded() -> bool:
+    """Whether polling last took the core from somebody else: there are more busy processes than cores."""
+    return _checks is _CROWDED
+
+
 _sched_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
