@@ -16,8 +16,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in each run; HYPOTHESIS_PROFILE=explore draws new ones, which are where the bugs are.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 # Every process that a test starts inherits this, so an orphan is recognised whoever its parent is now.
 TAG_NAME = "MINIVLLM_TEST_RUN"

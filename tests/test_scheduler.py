@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from counting_model import CountingModel, expected_tokens
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
@@ -309,6 +309,19 @@ request_strategy = st.fixed_dictionaries(
 )
 
 
+def plain(prompt: list[int], max_tokens: int, prompt_logprobs: int | None = None) -> dict[str, object]:
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "ignore_eos": False,
+        "stop": None,
+        "min_tokens": 0,
+        "arrives": 0,
+        "aborted": None,
+        "prompt_logprobs": prompt_logprobs,
+    }
+
+
 @settings(max_examples=250, deadline=None)
 @given(
     requests=st.lists(request_strategy, min_size=1, max_size=8),
@@ -318,6 +331,9 @@ request_strategy = st.fixed_dictionaries(
     budget=st.integers(5, 20),
     pipeline=st.sampled_from([(1, False), (2, False), (3, False), (2, True), (3, True), (4, True)]),
 )
+# Preempted twice, the second time with rows in flight that the client has had from the first life.
+@example([plain([0] * 3, 7), plain([0] * 10, 6, 0)], 12, 2, 2, 5, (3, False))
+@example([plain([0] * 3, 7), plain([0] * 10, 6, 0)], 12, 2, 2, 5, (2, True))
 def test_any_mixture_yields_the_tokens_of_each_request_alone(
     requests: list[dict[str, object]],
     num_blocks: int,

@@ -73,8 +73,8 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "output_token_ids",
+        "prompt_logprobs_seen",
         "prompt_logprobs_sent",
-        "prompt_logprobs_to_skip",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
@@ -120,7 +120,7 @@ class Request:
         self.known_to_workers = False
         # After a preemption the prompt is computed again and its log-probabilities arrive a second time.
         self.prompt_logprobs_sent = 0
-        self.prompt_logprobs_to_skip = 0
+        self.prompt_logprobs_seen = 0
 
     @classmethod
     def from_engine_core_request(

@@ -188,6 +188,7 @@ class Scheduler:
             self.running.append(request)
             request.status = RequestStatus.RUNNING
             request.known_to_workers = True
+            request.prompt_logprobs_seen = 0
             output.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=request.request_id,
@@ -232,7 +233,6 @@ class Scheduler:
         request.num_preemptions += 1
         request.spec_token_ids = []
         request.known_to_workers = False
-        request.prompt_logprobs_to_skip = request.prompt_logprobs_sent
         self.waiting.prepend_request(request)
         output.preempted_req_ids.add(request.request_id)
 
@@ -370,16 +370,16 @@ class Scheduler:
         """For AsyncScheduler, which counts tokens that it has not seen."""
 
     def _new_prompt_logprobs(self, request: Request, rows: LogprobsLists) -> EngineCoreLogprobs | None:
-        """The rows that the client has not had: a preempted prompt is computed, and reported, a second time."""
+        """The rows that the client has not had: a preempted prompt is computed, and reported, a second time.
+
+        Rows are counted from the start of the request's present life. Those that arrive after a preemption still
+        belong to the life before it, since the next one starts only when no step is in flight (invariant 7).
+        """
         num_rows = len(rows.token_ids)
-        # Rows that arrive while the request waits again belong to its former life and are new.
-        skip = min(request.prompt_logprobs_to_skip, num_rows) if request.known_to_workers else 0
-        request.prompt_logprobs_to_skip -= skip
-        new = num_rows - skip
-        request.prompt_logprobs_sent += new
-        if not request.known_to_workers:
-            request.prompt_logprobs_to_skip += new
-        return _wire_logprobs(rows, skip, num_rows) if new else None
+        skip = min(max(0, request.prompt_logprobs_sent - request.prompt_logprobs_seen), num_rows)
+        request.prompt_logprobs_seen += num_rows
+        request.prompt_logprobs_sent += num_rows - skip
+        return _wire_logprobs(rows, skip, num_rows) if skip < num_rows else None
 
     def check_invariants(self) -> None:
         """Raises RuntimeError when the books do not balance; for tests and failure reports."""
