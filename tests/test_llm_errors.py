@@ -128,7 +128,7 @@ def test_a_bad_sampling_argument_is_named(kwargs: dict[str, Any], text: str) -> 
         SamplingParams(**kwargs)
 
 
-def test_every_engine_argument_reaches_the_configuration_or_is_refused() -> None:
+def test_every_engine_argument_reaches_the_configuration_or_is_refused(tmp_path: Path) -> None:
     """No argument is accepted and then ignored."""
     import dataclasses
 
@@ -168,7 +168,7 @@ def test_every_engine_argument_reaches_the_configuration_or_is_refused() -> None
         "speculative_config": {},
         "logits_processors": ["a:B"],
         "logprobs_mode": "processed_logprobs",
-        "trace": "/tmp/trace-77",
+        "trace": str(tmp_path / "trace"),
         "trace_level": "lifecycle",
     }
     assert set(changes) == {f.name for f in dataclasses.fields(EngineArgs)}

@@ -61,12 +61,9 @@ def test_module_docstring_names_vllm_and_articles(path: Path) -> None:
 
 @needs_git
 def test_no_path_of_a_machine_in_tracked_text() -> None:
-    home = Path.home().as_posix()
-    pattern = re.compile(
-        r"(?<![\w.])(/work/|/home/\w|/Users/\w|/root\b"
-        + (f"|{re.escape(home)}/" if home != "/" else "")
-        + ")"
-    )
+    here = [path.as_posix() for path in (Path.home(), ROOT, ROOT.parent) if len(path.parts) > 1]
+    mine = "".join(f"|{re.escape(path)}/" for path in here)
+    pattern = re.compile(rf"(?<![\w.])(/home/\w|/Users/\w|/root\b{mine})")
     found = []
     for path in tracked():
         if path.suffix not in TEXT or path == Path(__file__).resolve() or not path.is_file():
