@@ -17,7 +17,9 @@ from minivllm.trace_store import TraceStore
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.parametrize(("tp", "backend"), [(1, "uni"), (1, "mp"), (2, "mp")])
+@pytest.mark.parametrize(
+    ("tp", "backend"), [pytest.param(1, "uni", marks=pytest.mark.slow), (1, "mp"), (2, "mp")]
+)
 def test_tokens_are_those_of_synchronous_scheduling(
     tp: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

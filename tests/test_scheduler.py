@@ -322,7 +322,8 @@ def plain(prompt: list[int], max_tokens: int, prompt_logprobs: int | None = None
     }
 
 
-@settings(max_examples=250, deadline=None)
+# HYPOTHESIS_PROFILE=explore is the way to look further than this.
+@settings(max_examples=150, deadline=None)
 @given(
     requests=st.lists(request_strategy, min_size=1, max_size=8),
     num_blocks=st.integers(12, 40),
