@@ -254,7 +254,9 @@ def svg(report: dict[str, Any]) -> str:
                 out.append(f'<text x="{x0 - 6}" y="{line + 4:.1f}" text-anchor="end">{label}</text>')
         for size in sizes:
             out.append(
-                f'<text x="{x(size):.1f}" y="{top + height + 16}" text-anchor="middle">{words(size)}</text>'
+                # In two rows by turns: the largest sizes stand close together on this axis.
+                f'<text x="{x(size):.1f}" y="{top + height + 16 + 13 * (SIZES.index(size) % 2)}" '
+                f'text-anchor="middle">{words(size)}</text>'
             )
         for channel in report["channels"]:
             points = [(x(int(s)), y(c[channel])) for s, c in by_size.items() if channel in c]
