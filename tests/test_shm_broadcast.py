@@ -254,8 +254,9 @@ class Pause:
         self.reached, self.go = threading.Event(), threading.Event()
         real = mq_stream.write
         monkeypatch.setattr(wakeup, "_checks", wakeup._ALONE)
+        monkeypatch.setattr(mq_stream, "MIN_BYTES", 50_000)
 
-        def write(pieces: list[Any], view: memoryview, words: memoryview) -> None:
+        def write(pieces: list[Any], *place: Any) -> None:
             def slow() -> Any:
                 for piece in pieces:
                     with memoryview(piece) as whole:
@@ -268,7 +269,7 @@ class Pause:
                                 raise error
                         yield bytes(whole[half:])
 
-            real(slow(), view, words)
+            real(slow(), *place)
 
         monkeypatch.setattr(mq_stream, "write", write)
 
@@ -278,14 +279,18 @@ LARGE: list[Any] = [
     ["before", b"in band" * 60_000, "after"],
     {"a": np.arange(80_000), "b": np.ones(30_000), "c": bytearray(b"z" * 90_000)},
     "text" * 100_000,
-    b"raw" * 10_000,
+    b"raw" * 20_000,
 ]
 
 
 @pytest.mark.parametrize("obj", LARGE, ids=["bytes", "in band", "out of band", "text", "raw"])
-def test_a_reader_follows_the_writer(obj: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [CHUNK, 2 << 20], ids=["overflow", "slot"])
+def test_a_reader_follows_the_writer(obj: Any, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has half of the message, waits for the rest, times out without consuming anything, and gets it whole."""
-    with queue(1, max_chunk_bytes=CHUNK, max_chunks=2) as (writer, (reader,)):
+    obj = (
+        b"in one piece" * 60_000 if chunk > CHUNK and len(obj) == 60_000 else obj
+    )  # raw bytes fit into the slot
+    with queue(1, max_chunk_bytes=chunk, max_chunks=2) as (writer, (reader,)):
         for _ in range(3):
             pause = Pause(monkeypatch)
             thread, errors = in_thread(lambda: writer.enqueue(obj))

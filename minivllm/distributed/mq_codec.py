@@ -16,6 +16,7 @@ OVERFLOW: Final = 1  # the slot holds the address of an overflow segment, the me
 OUT_OF_BAND: Final = 2  # a table of lengths comes first: the pickle's, then each buffer's
 TRACED: Final = 4  # the metadata line carries the trace context of the enqueue
 RAW: Final = 8  # a bytes object as it is
+GROWING: Final = 16  # announced before all of it was there, see mq_stream
 
 loads = pickle.loads
 

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-from minivllm.distributed.mq_stream import PROGRESS, WaitEnded
+from minivllm.distributed.mq_stream import WaitEnded
 from minivllm.distributed.shm_ring import LINE_BYTES, ShmRingBuffer
 from minivllm.distributed.shm_segment import SharedSegment
 from minivllm.distributed.wakeup import memory_fence
@@ -31,9 +31,12 @@ _IDLE_LAPS: Final = 64
 
 
 class Block:
-    """A segment of the writer: `message` is the number of the message it holds, or held last."""
+    """A segment of the writer; the first line holds a token, `view` is the rest.
 
-    __slots__ = ("message", "number", "one_off", "segment", "slot", "token", "view", "words")
+    `message` is the number of the message it holds, or held last.
+    """
+
+    __slots__ = ("message", "number", "one_off", "segment", "slot", "token", "view")
 
     def __init__(self, number: int, segment: SharedSegment, one_off: bool) -> None:
         self.number = number
@@ -41,8 +44,7 @@ class Block:
         self.one_off = one_off
         self.token = secrets.token_bytes(16)
         segment.mm[:16] = self.token
-        self.view = memoryview(segment.mm)
-        self.words = self.view[:LINE_BYTES].cast("Q")
+        self.view = memoryview(segment.mm)[LINE_BYTES:]
         self.message = -1
         self.slot = 0
 
@@ -51,7 +53,6 @@ class Block:
         return _RECORD.pack(self.number, self.segment.size, self.token, self.one_off, len(name)) + name
 
     def close(self) -> None:
-        self.words.release()
         self.view.release()
         self.segment.close()
 
@@ -94,7 +95,6 @@ class OverflowWriter:
             block = min(fitting, key=lambda b: b.segment.size)
         else:
             block = self._create(_round_up(size))
-        block.words[PROGRESS] = 0
         block.message = message
         block.slot = message % self._ring.max_chunks
         return block
@@ -156,11 +156,11 @@ class OverflowReader:
 
     def __init__(self, ring: ShmRingBuffer) -> None:
         self._ring = ring
-        self._segments: dict[int, tuple[SharedSegment, memoryview, memoryview]] = {}
+        self._segments: dict[int, tuple[SharedSegment, memoryview]] = {}
         self._last = (0, False)
 
-    def open(self, record: memoryview) -> tuple[memoryview, memoryview]:
-        """The memory of the segment that a slot announces, as bytes and (its first line) as words.
+    def open(self, record: memoryview) -> memoryview:
+        """The memory of the segment that a slot announces, behind its first line.
 
         Raises:
             WaitEnded: the writer is gone and took the segment with it.
@@ -177,9 +177,8 @@ class OverflowReader:
             if segment.mm[:16] != token:
                 segment.close()
                 raise WaitEnded(MessageQueueClosed(f"{name} is not the announced overflow segment any more"))
-            view = memoryview(segment.mm)
-            self._segments[number] = (segment, view, view[:LINE_BYTES].cast("Q"))
-        return self._segments[number][1:]
+            self._segments[number] = (segment, memoryview(segment.mm)[LINE_BYTES:])
+        return self._segments[number][1]
 
     def done(self, slot: int) -> None:
         """After this reader's flag for the message that was opened last is set: drop what will not be used again."""
@@ -207,8 +206,7 @@ class OverflowReader:
         return len(self._segments)
 
     def _drop(self, number: int) -> None:
-        segment, view, words = self._segments.pop(number)
-        words.release()
+        segment, view = self._segments.pop(number)
         view.release()
         segment.close()
 

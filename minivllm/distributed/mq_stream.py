@@ -3,8 +3,9 @@
 vLLM 0.25.1: no counterpart
 Articles: part 2 §2.5.2
 
-The slot announces the message as soon as its segment is known. How much of it is there, the writer says in a progress word at
-the segment's start. On a machine with a core for each, both copies together take as long as one.
+The slot announces the message as soon as its place is known (the slot itself, or an overflow segment). How much of it is there,
+the writer says in the progress word of the slot's metadata line. With a core for each, both copies together take hardly longer
+than one.
 
 Invariants:
     1. The progress word is 0 before the slot is announced, only grows, and grows only when the bytes (after a fence) are there.
@@ -16,17 +17,16 @@ from __future__ import annotations
 
 import pickle
 import struct
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from minivllm.distributed.mq_codec import OUT_OF_BAND, RAW, decode
-from minivllm.distributed.shm_ring import LINE_BYTES
 from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, memory_fence
 
-PROGRESS: Final = 2  # index of the progress word in the segment's first line, after its token
+MIN_BYTES: Final = 256 << 10  # below this a copy is over before the reader has come
 _ABANDONED: Final = 2**64 - 1
-_PART_BYTES: Final = 128 << 10
+_PARTS: Final = 16
+_MIN_PART_BYTES: Final = 64 << 10
 
 
 class AbandonedMessage(Exception):
@@ -40,10 +40,10 @@ class WaitEnded(Exception):
         self.error = error
 
 
-def write(pieces: Iterable[Any], view: memoryview, words: memoryview, in_parts: bool = True) -> None:
-    """Copy a message behind the first line of its segment, and say how far it is."""
-    offset = LINE_BYTES
-    part_bytes = _PART_BYTES if in_parts else sys.maxsize
+def write(pieces: Iterable[Any], size: int, view: memoryview, words: memoryview, progress: int) -> None:
+    """Copy a message of `size` bytes to `view`, and say in word number `progress` how far it is."""
+    part_bytes = max(size // _PARTS, _MIN_PART_BYTES)
+    offset = 0
     try:
         for piece in pieces:
             with memoryview(piece) as source:
@@ -54,34 +54,40 @@ def write(pieces: Iterable[Any], view: memoryview, words: memoryview, in_parts: 
                     offset = end
                     if WEAK_MEMORY_ORDER:
                         memory_fence()
-                    words[PROGRESS] = offset - LINE_BYTES
+                    words[progress] = offset
     except BaseException:
-        words[PROGRESS] = _ABANDONED
+        words[progress] = _ABANDONED
         raise
 
 
 class Stream:
     """A file for the unpickler: gives what is there, and waits for what is not."""
 
-    __slots__ = ("_position", "_size", "_view", "_wait", "_words")
+    __slots__ = ("_position", "_progress", "_size", "_view", "_wait", "_words")
 
     def __init__(
         self,
         view: memoryview,
         words: memoryview,
-        size: int,
+        progress: int,
         wait: Callable[[Callable[[], bool], Callable[[], bool]], None],
     ) -> None:
+        """
+        Args:
+            view: exactly the message.
+            wait: called with "the part that is needed is there" and "the whole is there"; returns when one of them holds.
+        """
         self._view = view
+        self._size = len(view)
         self._words = words
-        self._size = size
+        self._progress = progress
         self._wait = wait
         self._position = 0
 
     def load(self, kind: int) -> Any:
         """The object of the message, which starts here."""
         if self._there(self._size) == self._size:
-            return decode(kind, self._view[LINE_BYTES : LINE_BYTES + self._size])
+            return decode(kind, self._view[:])
         if kind & RAW:
             return self.read(self._size)
         if not kind & OUT_OF_BAND:
@@ -102,7 +108,7 @@ class Stream:
     def read(self, size: int = -1) -> bytes:
         end = self._size if size < 0 else min(self._position + size, self._size)
         self._there(end, wait=True)
-        found = bytes(self._view[LINE_BYTES + self._position : LINE_BYTES + end])
+        found = bytes(self._view[self._position : end])
         self._position = end
         return found
 
@@ -124,16 +130,16 @@ class Stream:
             done = 0
             while done < size:
                 upto = min(self._there(start + done + 1, wait=True), start + size)
-                target[done : upto - start] = self._view[LINE_BYTES + start + done : LINE_BYTES + upto]
+                target[done : upto - start] = self._view[start + done : upto]
                 done = upto - start
         return size
 
     def _there(self, needed: int, wait: bool = False) -> int:
         """How many bytes are there: at least `needed` if it is worth a wait."""
-        words = self._words
-        if wait and words[PROGRESS] < needed:
-            self._wait(lambda: words[PROGRESS] >= needed, lambda: words[PROGRESS] >= self._size)
-        found: int = words[PROGRESS]
+        words, progress = self._words, self._progress
+        if wait and words[progress] < needed:
+            self._wait(lambda: words[progress] >= needed, lambda: words[progress] >= self._size)
+        found: int = words[progress]
         if found == _ABANDONED:
             raise AbandonedMessage
         if WEAK_MEMORY_ORDER:

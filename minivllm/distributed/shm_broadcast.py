@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from minivllm import envs, tracing
 from minivllm.distributed import mq_stream, mq_traced
-from minivllm.distributed.mq_codec import OVERFLOW, RAW, TRACED, MessagePickler, decode, loads
+from minivllm.distributed.mq_codec import GROWING, OVERFLOW, RAW, TRACED, MessagePickler, decode, loads
 from minivllm.distributed.mq_end import QueueEnd
-from minivllm.distributed.mq_overflow import Block, OverflowReader, OverflowWriter
+from minivllm.distributed.mq_overflow import OverflowReader, OverflowWriter
 from minivllm.distributed.mq_stream import AbandonedMessage, WaitEnded
 from minivllm.distributed.mq_traced import Timing, now_ns
 from minivllm.distributed.shm_ring import (
     CONTEXT_BYTES,
+    CONTEXT_OFFSET,
     READERS_ASLEEP,
     WRITER_ASLEEP,
     ShmRingBuffer,
@@ -233,12 +234,13 @@ class MessageQueue(QueueEnd):
             large = None
             if size > ring.max_chunk_bytes or self._pieces or self._buffers:
                 self._pieces.append(payload)
-                message, large = self._place(kind, view, deadline)
+                message, large = self._place(kind, view, word + 1, deadline)
             else:
                 mm[data : data + size] = payload
                 message = size << 8 | kind
             if _timing is not None and _timing.context:
-                mm[word * 8 + 8 : word * 8 + 8 + CONTEXT_BYTES] = _timing.context
+                start = word * 8 + CONTEXT_OFFSET
+                mm[start : start + CONTEXT_BYTES] = _timing.context
                 message |= TRACED
             ring.words[word] = message
             # Transition b: the message before the flags that announce it.
@@ -279,14 +281,16 @@ class MessageQueue(QueueEnd):
             pass  # closed by another thread in this moment, which wakes everybody
 
     def _place(
-        self, kind: int, view: memoryview, deadline: float | None
-    ) -> tuple[int, tuple[Block, list[Any]] | None]:
-        """The message word of a message of several pieces, which are copied to the slot; or if they are too large for it,
-        the slot gets the address of a block. Then either the block has been written or, where a reader can follow on
-        another core, block and pieces are returned, to be written when the slot has been announced."""
+        self, kind: int, view: memoryview, progress: int, deadline: float | None
+    ) -> tuple[int, tuple[list[Any], int, memoryview, memoryview, int] | None]:
+        """Give a message of several pieces a place: the slot, or an overflow segment whose address the slot then gets.
+
+        Returns the message word, and what mq_stream.write needs if it is to be written only when it has been announced:
+        large ones are, where a reader can follow on another core.
+        """
         pieces, out_of_band = self._pickler.take()
         size = sum(map(len, pieces))
-        message = size << 8 | kind | out_of_band
+        kind |= out_of_band
         if size > len(view):
             position = self._lap * self.buffer.max_chunks + self.current_idx
             block = self._overflow_writer.take(
@@ -294,23 +298,25 @@ class MessageQueue(QueueEnd):
             )
             record = block.record()
             view[: len(record)] = record
-            if not crowded():
-                return message | OVERFLOW, (block, pieces)
-            mq_stream.write(pieces, block.view, block.words, in_parts=False)
-            return message | OVERFLOW, None
+            view = block.view
+            kind |= OVERFLOW
+        if size >= mq_stream.MIN_BYTES and not crowded():
+            words = self.buffer.words
+            words[progress] = 0
+            return size << 8 | kind | GROWING, (pieces, size, view, words, progress)
         offset = 0
         for piece in pieces:
             end = offset + len(piece)
             view[offset:end] = piece
             offset = end
-        return message, None
+        return size << 8 | kind, None
 
-    def _write_large(self, block: Block, pieces: list[Any]) -> None:
+    def _write_large(self, *place: Any) -> None:
         """The slot is announced already: readers follow part by part, see mq_stream."""
         memory_fence()
         if self.buffer.mm[READERS_ASLEEP]:
             self.buffer.readers_wake.notify()
-        mq_stream.write(pieces, block.view, block.words)
+        mq_stream.write(*place)
 
     def _frames(self, payload: Any) -> list[Any]:
         """A message for remote readers: the pickle or raw bytes, then each out-of-band buffer."""
@@ -419,17 +425,24 @@ class MessageQueue(QueueEnd):
         cancel: threading.Event | None,
     ) -> Any:
         """Whatever is not just a pickle or bytes in the slot."""
-        size = message >> 8
         self.last_context = b""
+        ring = self.buffer
         if message & TRACED:
-            self.last_context = self.buffer.mm[word * 8 + 8 : word * 8 + 8 + CONTEXT_BYTES]
-        if not message & OVERFLOW:
-            return decode(message, view[:size])
-        segment, words = self._overflow_reader.open(view)
-        stream = mq_stream.Stream(
-            segment, words, size, lambda part, whole: self._wait_for_more(part, whole, deadline, cancel)
-        )
-        return stream.load(message)
+            start = word * 8 + CONTEXT_OFFSET
+            self.last_context = ring.mm[start : start + CONTEXT_BYTES]
+        if message & OVERFLOW:
+            view = self._overflow_reader.open(view)
+        view = view[: message >> 8]
+        if not message & GROWING:
+            return decode(message, view)
+        with view:
+            stream = mq_stream.Stream(
+                view,
+                ring.words,
+                word + 1,
+                lambda part, whole: self._wait_for_more(part, whole, deadline, cancel),
+            )
+            return stream.load(message)
 
     def _receive(
         self,

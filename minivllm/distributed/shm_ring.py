@@ -19,6 +19,7 @@ from minivllm.exceptions import ConfigError
 LINE_BYTES: Final = 64
 MIN_CHUNK_BYTES: Final = 256
 CONTEXT_BYTES: Final = 25
+CONTEXT_OFFSET: Final = 16  # from the message word; the progress word is between them
 
 
 _MAGIC: Final = 0x6D696E69_564C4C4D
@@ -63,7 +64,7 @@ class ShmRingBuffer:
 
     A metadata line starts on a cache line of its own::
 
-        | written | reader 0 | reader 1 | … | message word (length, kind) | trace context |
+        | written | reader 0 | reader 1 | … | message word (length, kind) | progress word | trace context |
 
     A slot is in one of four states (written flag, reader flags):
 
@@ -129,7 +130,7 @@ class ShmRingBuffer:
         pids_end = _align(self.sleeping_offset + n_reader + 1, 4) + 4 * n_reader
         self.metadata_offset = _align(pids_end, LINE_BYTES)
         word = _align(1 + n_reader, 8)
-        self.metadata_line_bytes = _align(word + 8 + CONTEXT_BYTES, LINE_BYTES)
+        self.metadata_line_bytes = _align(word + CONTEXT_OFFSET + CONTEXT_BYTES, LINE_BYTES)
         self.data_offset = self.metadata_offset + max_chunks * self.metadata_line_bytes
         stride = _align(max_chunk_bytes, LINE_BYTES)
         size = self.data_offset + max_chunks * stride
