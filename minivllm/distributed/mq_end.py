@@ -180,15 +180,13 @@ class QueueEnd:
     ) -> None:
         """A large message is announced and not yet there as a whole."""
         ring = self.buffer
-        # Following the writer part by part would keep it from writing where there is no core for each.
-        sleep = crowded()
         try:
             ring.readers_wake.wait(
-                whole if sleep else part,
+                # Following part by part would keep the writer from writing where there is no core for each.
+                whole if crowded() else part,
                 deadline,
                 lambda: self._patience(deadline, self._late_writer, cancel),
                 ring.sleeping_offset + self.local_reader_rank,
-                spin=not sleep,
             )
         except Exception as error:
             raise WaitEnded(error) from None

@@ -124,7 +124,6 @@ class SpinCondition:
         patience: Callable[[], Callable[[], None]],
         sleeping: int,
         idle: bool = False,
-        spin: bool = True,
     ) -> int:
         """Return when `ready()` is true; the result is the time slept, in nanoseconds.
 
@@ -134,7 +133,6 @@ class SpinCondition:
                 wait by raising (deadline passed, queue closed, peer dead).
             sleeping: offset of this waiter's own "I sleep" byte, for those who look at the ring from outside.
             idle: waiting for work that need not come: look again less and less often.
-            spin: poll for a while before sleeping.
         """
         global _checks
         # A first look before anything is set up: in a quick exchange the answer is on its way already.
@@ -142,7 +140,7 @@ class SpinCondition:
             if ready():
                 return 0
         now = time.monotonic()
-        limit = now + self.spin_s if spin else now
+        limit = now + self.spin_s
         if deadline is not None and deadline < limit:
             limit = deadline
         while now < limit:
