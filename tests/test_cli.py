@@ -627,7 +627,8 @@ def test_ctrl_c_ends_everything_within_a_second(when: float | str, tmp_path: Pat
         terminal = Terminal("demo", cwd=tmp_path)
         terminal.read_until("ready after")
     else:
-        terminal = Terminal("demo", cwd=tmp_path)
+        # Slowed down: a fast machine is ready before the last of these moments.
+        terminal = Terminal("demo", cwd=tmp_path, MINIVLLM_FAILPOINTS="worker.load_model@rank0=sleep:3")
         time.sleep(float(when))
     family = terminal.descendants()
     terminal.press_ctrl_c()
@@ -645,7 +646,7 @@ def test_ctrl_c_ends_everything_within_a_second(when: float | str, tmp_path: Pat
 
 
 def test_ctrl_c_twice_leaves_nothing_either(tmp_path: Path) -> None:
-    terminal = Terminal("demo", cwd=tmp_path)
+    terminal = Terminal("demo", cwd=tmp_path, MINIVLLM_FAILPOINTS="worker.load_model@rank0=sleep:3")
     time.sleep(1.2)
     family = terminal.descendants()
     for _ in range(3):
@@ -658,8 +659,10 @@ def test_ctrl_c_twice_leaves_nothing_either(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_sigterm_ends_everything(number: signal.Signals, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "minivllm.cli.main", "demo"]
+    # Slowed down: a fast machine would be done with all of it after two seconds.
+    slow = environment(MINIVLLM_FAILPOINTS="worker.load_model@rank0=sleep:5")
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=tmp_path, env=slow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     time.sleep(2)
     family = psutil.Process(process.pid).children(recursive=True)

@@ -192,6 +192,26 @@ def test_sigint_waits_while_a_child_is_started() -> None:
     assert survived
 
 
+def test_the_first_child_of_a_process_starts_with_sigint_blocked() -> None:
+    """Python's tracker of shared memory is started on the way to it, and unblocks SIGINT in its parent."""
+    code = """
+import multiprocessing, signal, time
+from minivllm.utils.system_utils import undisturbed_start
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=time.sleep, args=(60,))
+    with undisturbed_start(context):
+        child.start()
+    with open(f"/proc/{child.pid}/status") as status:
+        (blocked,) = [int(line.split()[1], 16) for line in status if line.startswith("SigBlk")]
+    child.kill()
+    child.join()
+    print("blocked" if blocked >> (signal.SIGINT - 1) & 1 else "open")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr) == ("blocked\n", "")
+
+
 def test_a_signal_that_another_thread_takes_waits_as_well() -> None:
     """The mask of this thread does not keep it off: Python runs handlers in the main thread, whoever took the signal."""
     stop = threading.Event()

@@ -65,6 +65,9 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        # The terminal echoes ^C, and drops what it had not shown yet, perhaps the end of a progress line.
+        if sys.stderr.isatty():
+            sys.stderr.write("\n")
         complain("interrupted")
         return INTERRUPTED
     except Terminated as e:

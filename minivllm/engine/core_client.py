@@ -217,7 +217,7 @@ class BackgroundResources:
             self.socket.connect(self._address)
             with tracing.span("engine_core.spawn", parent=trace_parent or None) as span:
                 # A Ctrl-C must not hit the child before it has said that it leaves SIGINT to its client.
-                with tracing.child_environment(parent=trace_parent or None), undisturbed_start():
+                with tracing.child_environment(parent=trace_parent or None), undisturbed_start(mp_context):
                     self.process.start()
                 span.set(pid=self.process.pid)
         except BaseException:

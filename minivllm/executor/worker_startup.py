@@ -109,7 +109,7 @@ def make_worker_process(
                     # Ended by multiprocessing when the parent leaves in order and for some reason did not shut down.
                     daemon=True,
                 )
-                with set_environment(variables), undisturbed_start():
+                with set_environment(variables), undisturbed_start(context):
                     proc.start()
         except BaseException as error:
             life.record_exception(error)

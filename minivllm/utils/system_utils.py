@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkContext, ForkServerContext, SpawnContext
 from types import FrameType
 from typing import Any, TextIO
@@ -141,14 +142,20 @@ def _signal_name(number: int) -> str:
 
 
 @contextmanager
-def undisturbed_start() -> Iterator[None]:
+def undisturbed_start(context: MPContext | None = None) -> Iterator[None]:
     """Start a child without any signal in between; what came meanwhile is handled afterwards.
 
     1. The child starts with SIGINT blocked (the mask is inherited over fork and exec), so that a Ctrl-C cannot hit
        it before it has a handler.
     2. The parent's handlers wait: one that raises between the child's exec and the last byte of what the child is to
        read would leave it to print a traceback. The mask alone does not help, as another thread may take the signal.
+
+    Args:
+        context: what starts the child; None when that is a fork.
     """
+    if context is not None and context.get_start_method() != "fork":
+        # Python starts its tracker of shared memory on the way to the first child, and unblocks SIGINT behind it.
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     came: list[int] = []
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
