@@ -25,7 +25,7 @@ help:
 	@echo "make bench        the benchmarks (queue, collective_rpc, spans, steps); BENCH=mq runs one of them"
 	@echo "make lint         ruff check, ruff format --check, mypy"
 	@echo "make docs         build the site into site/ (strict); make docs-serve shows it on port 8000"
-	@echo "make docs-assets  record the runs again that the site's pages show"
+	@echo "make docs-assets  record again what the site's pages show: runs, and what the walkthroughs print"
 	@echo "make clean        remove what builds and tests leave (the environment: rm -r $(VENV))"
 	@echo "TORCH=torch==X    which torch to install; default: $(TORCH)"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import settings
+from walkthrough_runs import Runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -119,3 +120,9 @@ def _remove(directory: str) -> None:
     import shutil
 
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def walkthrough(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs a walkthrough by its name, once in a session; every further test looks at the same run."""
+    return Runs(tmp_path_factory.mktemp("walkthroughs"))

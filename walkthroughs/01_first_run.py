@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import common
-from common import closing, console, say, step, table
+from common import closing, console, measured, progress, say, step, table
 
 
 def report_process(worker: object) -> tuple[int, int]:
@@ -23,7 +23,7 @@ def main() -> None:
 
     step("Start the engine")
     say(
-        f"This process is {os.getpid()}. It imports no torch, and starts one child: EngineCore, which starts the workers."
+        f"This process is {measured(os.getpid())}. It imports no torch, and starts one child: EngineCore, which starts the workers."
     )
     with LLM(
         tensor_parallel_size=args.tp,
@@ -31,7 +31,7 @@ def main() -> None:
         device=args.device,
         trace=args.trace,
         trace_level="message",
-        on_progress=lambda text: console.print(f"  [dim]{text}[/dim]"),
+        on_progress=progress,
     ) as llm:
         step("Ask each worker who it is")
         say(
@@ -40,7 +40,7 @@ def main() -> None:
         answers = llm.collective_rpc(report_process)
         ranks = table("rank", "process", "its parent")
         for rank, (pid, parent) in enumerate(answers):
-            ranks.add_row(str(rank), str(pid), str(parent))
+            ranks.add_row(str(rank), measured(pid), measured(parent))
         console.print(ranks)
         say(
             "Their parent is EngineCore, not this process: if this process is killed, EngineCore must notice, and then they."
@@ -60,9 +60,9 @@ def main() -> None:
         messages = [span for span in spans if span.name.startswith("mq.")]
         processes.add_row(
             process.label,
-            str(process.pid),
-            str(len(spans)),
-            str(len(messages)),
+            measured(process.pid),
+            measured(len(spans)),
+            measured(len(messages)),
             spans[0].name,
             spans[-1].name,
         )
@@ -72,8 +72,8 @@ def main() -> None:
     sent = [span for span in store.spans(name="mq.enqueue") if span.process.role == "engine_core"]
     sizes = sorted(span.get("bytes") for span in sent)
     say(
-        f"EngineCore wrote {len(sent)} messages into the broadcast ring, {sizes[0]} to {sizes[-1]} bytes each: descriptions of "
-        "batches. The tensors stayed with the workers."
+        f"EngineCore wrote {len(sent)} messages into the broadcast ring, {measured(sizes[0])} to {measured(sizes[-1])} bytes each: "
+        "descriptions of batches. The tensors stayed with the workers."
     )
     closing(
         args.trace,

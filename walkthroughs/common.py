@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 console = Console(highlight=False)
@@ -37,8 +38,18 @@ def step(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """One paragraph of explanation."""
+    """One paragraph of explanation; what is measured in it goes through `measured`."""
     console.print(text)
+
+
+def measured(value: object) -> str:
+    """A value that is not the same in the next run, in the colour that says so (as markup, for `say` and table cells)."""
+    return f"[cyan]{escape(str(value))}[/cyan]"
+
+
+def progress(text: str) -> None:
+    """A line of `on_progress`: which lines there are is a matter of time."""
+    console.print(f"  [dim]{measured(text)}[/dim]")
 
 
 def table(*columns: str) -> Table:

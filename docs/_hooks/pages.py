@@ -16,6 +16,7 @@ import explorer
 import source
 import steps
 import symbols
+import tabs
 import timelines
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -271,16 +272,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """On API pages the two lines on vLLM and the articles stand at the top, and not again in the docstring."""
+    """On API pages the two lines on vLLM and the articles stand at the top, and not again in the docstring; on others, outputs."""
     if page.file.src_uri.startswith("reference/api/"):
         return re.sub(r"<p>vLLM 0\.25\.1: .*?</p>", "", html, count=1, flags=re.S)
-    return html
+    return tabs.fill(html)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put code of the package, and timelines and steps of recorded runs, into the pages that name them."""
     if "<!-- chapters -->" in markdown:
         markdown = markdown.replace("<!-- chapters -->", coverage.contents())
-    for expand in (symbols.expand, timelines.expand, steps.expand, explorer.expand):
+    for expand in (symbols.expand, timelines.expand, steps.expand, explorer.expand, tabs.expand):
         markdown = expand(markdown, page)
     return markdown

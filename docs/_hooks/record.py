@@ -1,11 +1,13 @@
-"""Record the runs that the pages show: `make docs-assets [ARGS="NAME..."]`.
+"""Record what the pages show: `make docs-assets [ARGS="NAME... --device cuda"]`.
 
-Each is a real run of `minivllm generate`. What is kept in docs/runs/NAME is its trace, one OTLP/JSON file per process,
-without what is only true of the machine it ran on (paths, host name).
+A run is a real run of `minivllm generate`. What is kept in docs/runs/NAME is its trace, one OTLP/JSON file per process,
+without what is only true of the machine it ran on (paths, host name). Of a walkthrough, docs/outputs/NAME.json keeps what it
+prints. On a GPU, walkthroughs alone are recorded; output and trace go to minivllm/assets/traces/<gpu>/NAME/.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -15,6 +17,8 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+import outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "docs" / "runs"
@@ -88,15 +92,38 @@ def record(name: str) -> None:
         if done.returncode != recording.code:
             raise SystemExit(f"{name}: exit code {done.returncode}, expected {recording.code}\n{done.stderr}")
         target = RUNS / name
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        for path in sorted(trace.iterdir()):
-            if path.suffix == ".jsonl":
-                text = anonymous(path.read_text(encoding="utf-8"), str(trace))
-                (target / path.name).write_text(text, encoding="utf-8")
+        keep(trace, target)
     if name == "tp2":
         picture(target)
     print(f"{name}: {sum(p.stat().st_size for p in target.iterdir()) // 1024} KiB")
+
+
+def keep(trace: Path, target: Path) -> None:
+    """Put a trace in the place of the one that is there."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for path in sorted(trace.iterdir()):
+        if path.suffix == ".jsonl":
+            text = anonymous(path.read_text(encoding="utf-8"), str(trace))
+            (target / path.name).write_text(text, encoding="utf-8")
+
+
+def record_walkthrough(name: str, device: str) -> None:
+    with tempfile.TemporaryDirectory() as temp:
+        output = outputs.run(name, Path(temp), device)
+        if device == "cuda":
+            target = ROOT / "minivllm" / "assets" / "traces" / gpu_name() / name
+            keep(Path(temp) / outputs.TRACE, target)
+            output.write(target / "output.json")
+        else:
+            output.write(outputs.OUTPUTS / f"{name}.json")
+    print(f"{name}: {len(output.lines)} lines")
+
+
+def gpu_name() -> str:
+    import torch
+
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
 
 
 def picture(run: Path) -> None:
@@ -117,6 +144,21 @@ def anonymous(text: str, trace: str) -> str:
     return text.replace(f'"{socket.gethostname()}"', '"host"')
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="runs and walkthroughs (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    runs = list(RECORDINGS) if args.device == "cpu" else []
+    known = [*runs, *outputs.scripts()]
+    for name in args.names or known:
+        if name not in known:
+            parser.error(f"{name} is none of {', '.join(known)}")
+        if name in RECORDINGS:
+            record(name)
+        else:
+            record_walkthrough(name, args.device)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or RECORDINGS:
-        record(name)
+    main()

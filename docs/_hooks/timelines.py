@@ -46,6 +46,10 @@ def expand(markdown: str, page: Page) -> str:
 
 
 def picture(settings: dict[str, str]) -> str:
+    return picture_of(RUNS / settings["run"], settings)
+
+
+def picture_of(trace: Path, settings: dict[str, str]) -> str:
     """The SVG of one view, on one line, so that Markdown leaves it alone."""
     from minivllm.timeline import build_views
     from minivllm.timeline.export import views_to_svg
@@ -59,7 +63,7 @@ def picture(settings: dict[str, str]) -> str:
         to_ns=_ns(settings.get("to")),
         min_duration_ns=_ns(settings.get("min")) or 0,
     )
-    store = TraceStore.open(RUNS / settings["run"])
+    store = TraceStore.open(trace)
     return views_to_svg(build_views(store, [settings["view"]], options), 104).replace("\n", "")
 
 
