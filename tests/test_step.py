@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import random
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
 import pytest
 from real_runs import recorded
 from rich.cells import cell_len
+from terminal_session import Session
 from trace_fixtures import write_large, write_run
 
 from minivllm.exceptions import ConfigError
 from minivllm.stepper import History, Kind, RunState, Walk
 from minivllm.stepper.positions import find_position
 from minivllm.stepper.screen import Screen
-from minivllm.stepper.source import _find, place_of
+from minivllm.stepper.source import find_place, place_of
 from minivllm.stepper.words import Words
 from minivllm.trace_store import Process, TraceStore
 from minivllm.tracing.catalogue import LIFECYCLE
@@ -287,7 +283,7 @@ def test_a_decorated_method_is_named_and_not_its_class() -> None:
     lines = (Path(__file__).parents[1] / path).read_text(encoding="utf-8").splitlines()
     decorator = lines.index('    @tracing.instrument("worker.load_model")') + 1
     for line in (decorator - 1, decorator, decorator + 1):
-        place = _find("worker.load_model", path, line, "minivllm.worker.gpu_worker.Worker.load_model")
+        place = find_place("worker.load_model", path, line, "minivllm.worker.gpu_worker.Worker.load_model")
         assert (place.function, place.line, place.note) == ("Worker.load_model", decorator, "")
 
 
@@ -437,67 +433,13 @@ def test_bad_input(args: list[str], said: str) -> None:
     assert done.returncode == 2 and said in done.stderr.decode() and len(done.stderr.splitlines()) == 1
 
 
-class Session:
-    """`minivllm step` in a pseudo-terminal of a given size."""
-
-    def __init__(self, *args: str, columns: int = 80, rows: int = 24, **env: str) -> None:
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            try:
-                time.sleep(0.1)  # the parent sets the size first
-                command = [sys.executable, "-m", "minivllm.cli.main", "step", *args]
-                os.execve(sys.executable, command, environment(**env))
-            finally:
-                os._exit(127)
-        self.resize(columns, rows)
-        self.shown = b""
-
-    def resize(self, columns: int, rows: int) -> None:
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    @property
-    def screen(self) -> str:
-        """What is to be seen now: everything since the last return to the upper left corner."""
-        text = self.shown.decode("utf-8", "replace").rpartition("\x1b[H")[2]
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
-
-    def press(self, keys: str, until: str) -> str:
-        """Type, and read until the screen shows a text."""
-        self.shown = b""
-        os.write(self.fd, keys.encode())
-        return self.wait_for(until)
-
-    def wait_for(self, text: str) -> str:
-        deadline = time.monotonic() + LIMIT_S
-        # A frame ends with clearing what is below it.
-        while not (re.search(text, self.screen) and self.shown.endswith(b"\x1b[J")):
-            assert time.monotonic() < deadline, f"{text!r} did not appear in:\n{self.screen}"
-            if select.select([self.fd], [], [], 0.2)[0]:
-                self.shown += os.read(self.fd, 65536)
-        return self.screen
-
-    def end(self) -> int:
-        """Exit code; reads what is left."""
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                if select.select([self.fd], [], [], 0.1)[0]:
-                    self.shown += os.read(self.fd, 65536)
-            except OSError:
-                pass
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                os.close(self.fd)
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > deadline:
-                os.kill(self.pid, 9)
-                os.waitpid(self.pid, 0)
-                pytest.fail(f"still running:\n{self.screen}")
+def session_of(*args: str, **env: str) -> Session:
+    return Session(["-m", "minivllm.cli.main", "step", *args], environment(**env))
 
 
 def test_a_session_at_the_terminal() -> None:
     directory = str(recorded("rpc.execute@rank1#6=kill"))
-    session = Session(directory)
+    session = session_of(directory)
     first = session.wait_for("step 1 of")
     assert "EngineCore" in first and "not started" in first and "why" not in first.splitlines()[0]
     assert len(first.splitlines()) == 24
@@ -532,7 +474,7 @@ def test_a_session_at_the_terminal() -> None:
 
 
 def test_ctrl_c_gives_the_terminal_back() -> None:
-    session = Session(str(recorded()), NO_COLOR="1")
+    session = session_of(str(recorded()), NO_COLOR="1")
     session.wait_for("step 1 of")
     assert not re.search(rb"\x1b\[[0-9;]*(3[0-8]|4[0-8])[;m]", session.shown), "NO_COLOR is honoured"
     os.write(session.fd, b"\x03")
@@ -541,7 +483,7 @@ def test_ctrl_c_gives_the_terminal_back() -> None:
 
 
 def test_ctrl_z_leaves_a_sane_terminal_and_comes_back() -> None:
-    session = Session(str(recorded()))
+    session = session_of(str(recorded()))
     session.wait_for("step 1 of")
     session.press("n", "step 2 of")
     os.write(session.fd, b"\x1a")
@@ -559,6 +501,6 @@ def test_ctrl_z_leaves_a_sane_terminal_and_comes_back() -> None:
 
 
 def test_a_dumb_terminal_is_refused() -> None:
-    session = Session(str(recorded()), TERM="dumb")
+    session = session_of(str(recorded()), TERM="dumb")
     assert session.end() == 2
     assert b"--print" in session.shown and b"\x1b[?1049h" not in session.shown

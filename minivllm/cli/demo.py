@@ -42,6 +42,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="message",
         help="how much is recorded (default: message)",
     )
+    parser.add_argument(
+        "--live-step",
+        nargs="?",
+        const=True,
+        metavar="COMMANDS",
+        help="stop every process before each lifecycle step until you let it go, by keys; or by COMMANDS such as "
+        '"until dist.rendezvous@rank0; step rank0; show; run"',
+    )
     engine.add_engine_options(parser, tp=2)
     parser.set_defaults(run=run)
 
@@ -50,14 +58,20 @@ def run(args: argparse.Namespace) -> int:
     from minivllm.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
+    if args.live_step is not None:
+        from minivllm.live_step import check
+
+        check(args.live_step)
     trace = engine.new_trace_directory(args.trace)
     what = f"EngineCore and {args.tp} worker{'s' if args.tp != 1 else ''}"
     console = common.console()
     # Rings and processes make the demo; one rank would otherwise run inside EngineCore.
     settings = {"distributed_executor_backend": "mp", "trace_level": args.trace_level}
+    if args.live_step is not None:
+        settings["live_step"] = args.live_step
     with engine.running(args, trace, what, **settings) as llm:
         outputs = llm.generate(list(PROMPTS), params)
-        _print_outputs(console, outputs)
+    _print_outputs(console, outputs)
     _print_timelines(console, trace)
     _print_next(console, trace)
     return common.OK

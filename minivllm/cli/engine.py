@@ -55,9 +55,13 @@ def running(args: argparse.Namespace, trace: Path | None, what: str, **settings:
     }
     try:
         # What cannot work is refused before anything is said about starting.
+        live_step = settings.pop("live_step", False)
         EngineArgs.from_kwargs(**settings).create_engine_config()
-        with starting(trace, what) as on_progress:
-            llm = LLM(on_progress=on_progress, **settings)
+        if live_step:
+            llm = LLM(live_step=live_step, **settings)
+        else:
+            with starting(trace, what) as on_progress:
+                llm = LLM(on_progress=on_progress, **settings)
         try:
             yield llm
         finally:

@@ -52,7 +52,12 @@ from minivllm.engine.serial_utils import FunctionByValue, encode_exception, pick
 from minivllm.exceptions import ExecutorFailedError
 from minivllm.executor.status_page import StatusPage
 from minivllm.structured_output import StructuredOutputManager
-from minivllm.utils.system_utils import configure_logging, decorate_logs, set_process_title
+from minivllm.utils.system_utils import (
+    configure_logging,
+    decorate_logs,
+    leave_terminal_signals_to_parent,
+    set_process_title,
+)
 
 if TYPE_CHECKING:
     from minivllm.executor.abstract import Executor, ProgressCallback
@@ -417,8 +422,8 @@ class EngineCoreProc(EngineCore):
 
         Invariants:
             1. The client's death is watched from the first instruction on.
-            2. SIGINT is the client's business: Ctrl-C reaches the whole process group, and the client then ends
-               this process in order.
+            2. SIGINT and SIGHUP are the client's business: a terminal sends them to the whole process group, and the
+               client then ends this process in order.
             3. SIGTERM ends it in order, HURRY_SIGNAL without patience for busy workers; a second one during the
                clean-up changes nothing.
             4. Whatever ends it, the client is told why before the workers are ended, as that may take seconds.
@@ -429,7 +434,7 @@ class EngineCoreProc(EngineCore):
             status_page: its only line is where the client reads what this process is doing.
         """
         ending = Ending()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        leave_terminal_signals_to_parent()
         signal.signal(signal.SIGTERM, ending.on_signal)
         signal.signal(HURRY_SIGNAL, ending.on_signal)
         threading.Thread(

@@ -283,7 +283,9 @@ class BackgroundResources:
             process.terminate()
             # That long EngineCore itself waits for its workers.
             patience += envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S
-        process.join(patience)
+        limit = tracing.Patience(patience)
+        while process.is_alive() and (left := limit.left()) > 0:
+            process.join(left)
         if process.is_alive():
             process.kill()
             process.join()

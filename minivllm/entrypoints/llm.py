@@ -12,9 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minivllm import tracing
+from minivllm import envs, tracing
 from minivllm.config import VllmConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import OnProgress
@@ -22,6 +22,9 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.exceptions import RequestError
 from minivllm.request_output import RequestOutput
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.live_step import LiveStep
 
 
 class LLM:
@@ -38,6 +41,7 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         on_progress: OnProgress | None = None,
+        live_step: bool | str = False,
         **kwargs: Any,
     ) -> None:
         """Start the engine and wait until it is ready.
@@ -45,6 +49,8 @@ class LLM:
         Args:
             model: local Hugging Face checkpoint (None: the bundled one).
             on_progress: called with a line of text whenever start-up reaches another step.
+            live_step: stop every process before each lifecycle step until it is let go, by keys at the terminal, or by
+                the commands in this text (minivllm.live_step.script). No deadline of the engine runs meanwhile.
             kwargs: the fields of EngineArgs: tensor_parallel_size, dtype, max_model_len, trace, …
 
         Raises:
@@ -52,18 +58,26 @@ class LLM:
             WorkerStartupError: a worker did not become ready; the text names rank and step.
             EngineDeadError: EngineCore did not become ready.
         """
+        if live_step:
+            kwargs["startup_timeout_s"] = envs.NO_DEADLINE_S
         vllm_config = EngineArgs.from_kwargs(model=model, **kwargs).create_engine_config()
-        self._run = _start_trace(vllm_config)
+        live = _step_live(live_step) if live_step else None
         try:
-            self.llm_engine = LLMEngine(vllm_config, on_progress, self._run.context)
-        except BaseException as e:
-            self._run.record_exception(e)
-            _end_trace(self._run, vllm_config)
+            self._run = _start_trace(vllm_config)
+            try:
+                self.llm_engine = LLMEngine(vllm_config, on_progress, self._run.context)
+            except BaseException as e:
+                self._run.record_exception(e)
+                _end_trace(self._run, vllm_config)
+                raise
+        except BaseException:
+            if live is not None:
+                live.close()
             raise
         self._request_counter = itertools.count()
         # A step's outputs go to whoever asked for the step, so only one caller may be at it.
         self._generate_lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _shutdown, self.llm_engine, self._run)
+        self._finalizer = weakref.finalize(self, _shutdown, self.llm_engine, self._run, live)
 
     def generate(
         self,
@@ -150,12 +164,22 @@ class LLM:
         self.shutdown()
 
 
-def _shutdown(engine: LLMEngine, run: tracing.Span) -> None:
+def _shutdown(engine: LLMEngine, run: tracing.Span, live: LiveStep | None) -> None:
     """The finalizer of an LLM; must not refer to it."""
+    if live is not None:
+        live.begin_end()
     try:
         engine.shutdown()
     finally:
         _end_trace(run, engine.vllm_config)
+        if live is not None:
+            live.close()
+
+
+def _step_live(live_step: bool | str) -> LiveStep:
+    from minivllm.live_step import LiveStep
+
+    return LiveStep(live_step)
 
 
 def _start_trace(vllm_config: VllmConfig) -> tracing.Span:

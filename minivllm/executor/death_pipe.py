@@ -97,7 +97,9 @@ class DeathPipeMonitor:
                     self._on_orphaned()
         finally:
             self._handled.set()
-            time.sleep(self._grace_s[reason])
+            patience = tracing.Patience(self._grace_s[reason])
+            while (left := patience.left()) > 0:
+                time.sleep(left)
             # Not sys.exit: that would end this thread only, and the main thread may be in a call for ever.
             os._exit(ORPHAN_EXIT_CODE)
 

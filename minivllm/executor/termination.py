@@ -10,7 +10,6 @@ import atexit
 import multiprocessing.util  # its exit hook must be registered before ours, to run after it
 import os
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -75,9 +74,9 @@ def wait_for_termination(
     handles: Sequence[UnreadyWorkerProcHandle], timeout_s: float
 ) -> list[UnreadyWorkerProcHandle]:
     """Those that are still alive after at most `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    patience = tracing.Patience(timeout_s)
     while left := [handle for handle in handles if not handle.has_ended()]:
-        remaining = deadline - time.monotonic()
+        remaining = patience.left()
         if remaining <= 0:
             break
         # A process that the worker started may hold the sentinel's other end, so it is not the only thing to go by.

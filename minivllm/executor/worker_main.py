@@ -28,7 +28,7 @@ from minivllm.executor.worker_handles import closed_after_fork
 from minivllm.executor.worker_names import trace_label
 from minivllm.executor.worker_startup import FAILED_STR, READY_STR, startup_timeout_s
 from minivllm.utils.numa_utils import bind_to_numa_node
-from minivllm.utils.system_utils import configure_logging
+from minivllm.utils.system_utils import configure_logging, leave_terminal_signals_to_parent
 
 if TYPE_CHECKING:
     from minivllm.executor.worker_proc import WorkerProc
@@ -176,10 +176,9 @@ class _WorkerMain:
     def _prepare(self, numa_node: int | None) -> None:
         with tracing.span("worker.install_signal_handlers"):
             # Deviation from vLLM: SIGINT is ignored. Ctrl-C goes to the whole process group; the parent decides what
-            # it means, and an executor in a notebook outlives an interrupted call.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # it means, and an executor in a notebook outlives an interrupted call. The same holds for SIGHUP.
+            leave_terminal_signals_to_parent()
             signal.signal(signal.SIGTERM, self._on_sigterm)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         with tracing.span("worker.monitor_death_pipe", thread=self.monitor.thread_name):
             # It has been running since the first instruction.
             pass

@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from minivllm.stepper.rings import Slot
-from minivllm.stepper.source import place_of
+from minivllm.stepper.source import Place, place_of
 from minivllm.stepper.state import RunState
 from minivllm.timeline import text as words
 from minivllm.timeline import theme
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _FAINT = Style(color=theme.FAINT)
 _ERROR = Style(color=theme.ERROR, bold=True)
-_MARKS = {
+MARKS = {
     "not started": ("·", "."),
     "starting": ("▹", ">"),
     "working": ("▶", ">"),
@@ -72,7 +72,7 @@ def _process_lines(
 
     status = screen.words.status(state, process)
     actor = screen.walk.run.actor(process)
-    mark = _MARKS[status.kind][0 if screen.glyphs is theme.UNICODE else 1]
+    mark = MARKS[status.kind][0 if screen.glyphs is theme.UNICODE else 1]
     style = Style(color=theme.color(actor.slot), bold=True, reverse=is_current)
     is_dead = status.kind == "dead"
     first = Text.assemble((mark + " ", _ERROR if is_dead else ""), (actor.name, style), " ")
@@ -126,10 +126,14 @@ def _letter(slot: Slot) -> str:
 
 
 def right_panel(screen: Screen, index: int, columns: int, rows: int) -> list[Text]:
-    """The source around the line, and below it why it is there."""
+    """The source around the line that emitted a step, and below it why it is there."""
+    return source_panel(place_of(screen.walk[index].span), columns, rows)
+
+
+def source_panel(place: Place, columns: int, rows: int) -> list[Text]:
+    """The source around a line, and below it why it is there."""
     from minivllm.stepper.screen import wrap
 
-    place = place_of(screen.walk[index].span)
     title = Text.assemble((f"{place.path}:{place.line}" if place.line else place.path, "bold"))
     if title.cell_len > columns:
         short = place.path.removeprefix("minivllm/")
@@ -164,4 +168,4 @@ def right_panel(screen: Screen, index: int, columns: int, rows: int) -> list[Tex
 def legend(glyphs: theme.Glyphs) -> str:
     """The marks of the processes and what they mean."""
     column = 0 if glyphs is theme.UNICODE else 1
-    return ", ".join(f"{marks[column]} {kind}" for kind, marks in _MARKS.items())
+    return ", ".join(f"{marks[column]} {kind}" for kind, marks in MARKS.items())

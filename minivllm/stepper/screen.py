@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.style import Style
@@ -53,32 +54,13 @@ class Screen:
         if columns < MIN_COLUMNS or rows < MIN_ROWS:
             lines = [Text(f"{columns}x{rows} is too small: {MIN_COLUMNS}x{MIN_ROWS} at least")]
             return self._fit(lines, columns, rows)
-        explanation = self.explainer.lines(index)
         below: list[Text] = []
-        for line in explanation:
+        for line in self.explainer.lines(index):
             below += wrap(line, columns)
-        below_rows = min(len(below), max(6, (rows - 4) * 2 // 5))
-        body_rows = rows - 3 - below_rows - (1 if keys else 0)
-        # The explanation may have room to spare, or the body need less than there is.
-        left_columns = max(26, min(columns * 9 // 20, 64))
-        right_columns = columns - left_columns - 3
-        state = self.history.at(index)
-        left = left_panel(self, state, index, left_columns, body_rows)
-        right = right_panel(self, index, right_columns, body_rows)
-        lines = [headline(self.walk, self.words, index, columns)]
-        lines.append(Text("─" * (left_columns + 1) + "┬" + "─" * (right_columns + 1), theme.FAINT))
-        bar = Text(" │ ", theme.FAINT)
-        for row in range(body_rows):
-            line = Text()
-            for part, width in ((left, left_columns), (right, right_columns)):
-                cell = part[row].copy() if row < len(part) else Text()
-                cell.truncate(width, overflow="crop", pad=True)
-                line.append_text(cell)
-                if part is left:
-                    line.append_text(bar)
-            lines.append(line)
-        lines.append(Text("─" * (left_columns + 1) + "┴" + "─" * (right_columns + 1), theme.FAINT))
-        lines += below[:below_rows]
+        layout = Layout(columns, rows - (1 if keys else 0), len(below))
+        left = left_panel(self, self.history.at(index), index, layout.left_columns, layout.body_rows)
+        right = right_panel(self, index, layout.right_columns, layout.body_rows)
+        lines = layout.put_together(headline(self.walk, self.words, index, columns), left, right, below)
         lines = self._fit(lines, columns, rows - (1 if keys else 0))
         if keys:
             text = message or (KEYS if len(KEYS) <= columns else KEYS_SHORT)
@@ -100,22 +82,79 @@ class Screen:
         return self._fit(lines, columns, len(lines))
 
     def _fit(self, lines: Iterable[Text], columns: int, rows: int) -> list[Text]:
-        fitted = [self.spell(line) for line in lines][:rows]
-        for line in fitted:
-            line.truncate(columns, overflow="crop")
-        return fitted + [Text()] * (rows - len(fitted))
+        return fit(lines, columns, rows, self.encoding)
 
     def spell(self, text: Text) -> Text:
         """The same in characters that the terminal can show."""
-        if self.glyphs is theme.UNICODE:
-            return text
-        plain = text.plain
-        for drawn, replacement in (("─", "-"), ("│", "|"), ("┬", "+"), ("┴", "+"), ("━", "#")):
-            plain = plain.replace(drawn, replacement)
-        plain = self.glyphs.spell(plain).encode(self.encoding, "replace").decode(self.encoding)
-        # Styles stay where lengths do, which is what nearly all replacements keep.
-        same_length = len(plain) == len(text.plain)
-        return Text(plain, spans=text.spans if same_length else [], style=text.style)
+        return spell(text, self.encoding)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of a picture go.
+
+    Attributes:
+        below_wanted: how many lines the explanation has.
+    """
+
+    columns: int
+    rows: int
+    below_wanted: int
+
+    @property
+    def below_rows(self) -> int:
+        return min(self.below_wanted, max(6, (self.rows - 3) * 2 // 5))
+
+    @property
+    def body_rows(self) -> int:
+        return self.rows - 3 - self.below_rows
+
+    @property
+    def left_columns(self) -> int:
+        return max(26, min(self.columns * 9 // 20, 64))
+
+    @property
+    def right_columns(self) -> int:
+        return self.columns - self.left_columns - 3
+
+    def put_together(self, head: Text, left: list[Text], right: list[Text], below: list[Text]) -> list[Text]:
+        """The headline, two panels side by side, and what stands below them."""
+        widths = self.left_columns, self.right_columns
+        lines = [head, Text("─" * (widths[0] + 1) + "┬" + "─" * (widths[1] + 1), theme.FAINT)]
+        bar = Text(" │ ", theme.FAINT)
+        for row in range(self.body_rows):
+            line = Text()
+            for part, width in ((left, widths[0]), (right, widths[1])):
+                cell = part[row].copy() if row < len(part) else Text()
+                cell.truncate(width, overflow="crop", pad=True)
+                line.append_text(cell)
+                if part is left:
+                    line.append_text(bar)
+            lines.append(line)
+        lines.append(Text("─" * (widths[0] + 1) + "┴" + "─" * (widths[1] + 1), theme.FAINT))
+        return lines + below[: self.below_rows]
+
+
+def spell(text: Text, encoding: str) -> Text:
+    """A line in characters that a terminal of this encoding can show."""
+    glyphs = theme.glyphs_for(encoding)
+    if glyphs is theme.UNICODE:
+        return text
+    plain = text.plain
+    for drawn, replacement in (("─", "-"), ("│", "|"), ("┬", "+"), ("┴", "+"), ("━", "#")):
+        plain = plain.replace(drawn, replacement)
+    plain = glyphs.spell(plain).encode(encoding, "replace").decode(encoding)
+    # Styles stay where lengths do, which is what nearly all replacements keep.
+    same_length = len(plain) == len(text.plain)
+    return Text(plain, spans=text.spans if same_length else [], style=text.style)
+
+
+def fit(lines: Iterable[Text], columns: int, rows: int, encoding: str) -> list[Text]:
+    """Exactly `rows` lines of at most `columns` cells."""
+    fitted = [spell(line, encoding) for line in lines][:rows]
+    for line in fitted:
+        line.truncate(columns, overflow="crop")
+    return fitted + [Text()] * (rows - len(fitted))
 
 
 def wrap(text: Text, columns: int) -> list[Text]:

@@ -57,11 +57,17 @@ def place_of(span: Span) -> Place:
     """Find the line that emitted a span; the recorded line number may be that of another version of the package."""
     path = str(span.attributes.get("code.file.path", ""))
     function = str(span.attributes.get("code.function.name", ""))
-    return _find(span.name, path, int(span.attributes.get("code.line.number", 0)), function)
+    return find_place(span.name, path, int(span.attributes.get("code.line.number", 0)), function)
+
+
+def place_in_catalogue(name: str) -> Place:
+    """Where the catalogue says that a step is emitted."""
+    path, function = _module_of(SPANS[name].method)
+    return find_place(name, path, 0, function)
 
 
 @lru_cache(maxsize=1024)
-def _find(name: str, path: str, line: int, function: str) -> Place:
+def find_place(name: str, path: str, line: int, function: str) -> Place:
     if not path:
         return Place("", 0, function, note="the trace does not say where this step was emitted")
     file = _read(path)

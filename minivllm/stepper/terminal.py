@@ -51,28 +51,30 @@ _ENTER: Final = "\x1b[?1049h\x1b[?25l"
 _LEAVE: Final = "\x1b[?25h\x1b[?1049l"
 
 
-def check_terminal() -> None:
+def check_terminal(instead: str = "`minivllm step DIR --print` prints the steps instead") -> None:
     """Refuse where keys cannot be read or the cursor cannot be moved.
+
+    Args:
+        instead: what the reader can do without a terminal.
 
     Raises:
         ConfigError: says what to do instead.
     """
     for stream, name in ((sys.stdin, "standard input"), (sys.stdout, "standard output")):
         if not stream.isatty():
-            raise ConfigError(
-                f"{name} is not a terminal; `minivllm step DIR --print` prints the steps instead"
-            )
+            raise ConfigError(f"{name} is not a terminal; {instead}")
     if os.environ.get("TERM", "dumb") == "dumb":
-        raise ConfigError(
-            "this terminal (TERM=dumb) cannot move its cursor; `minivllm step DIR --print` prints the steps"
-        )
+        raise ConfigError(f"this terminal (TERM=dumb) cannot move its cursor; {instead}")
 
 
 class Terminal:
     """The terminal while the step-through has it; `open()` gives it back whatever happens."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: int | None = None) -> None:
+        """output: a descriptor of the terminal, where standard output is no longer one."""
         self._fd = sys.stdin.fileno()
+        self._output = sys.stdout.fileno() if output is None else output
+        self._encoding = sys.stdout.encoding or "ascii"
         self._pending = b""
         self._resize_reader, self._resize_writer = os.pipe()
         os.set_blocking(self._resize_writer, False)
@@ -127,18 +129,17 @@ class Terminal:
     def size(self) -> tuple[int, int]:
         """(columns, rows); COLUMNS and LINES do not count, since they do not follow a resize."""
         try:
-            size = os.get_terminal_size(sys.stdout.fileno())
+            size = os.get_terminal_size(self._output)
         except OSError:
             size = shutil.get_terminal_size()
         # A pseudo-terminal that nobody has given a size says 0.
         return size.columns or 80, size.lines or 24
 
     def write(self, text: str) -> None:
-        encoding = sys.stdout.encoding or "ascii"
         sys.stdout.flush()
-        data = text.encode(encoding, "replace")
+        data = text.encode(self._encoding, "replace")
         while data:
-            data = data[os.write(sys.stdout.fileno(), data) :]
+            data = data[os.write(self._output, data) :]
 
     def draw(self, lines: list[str]) -> None:
         """Replace what is on the screen by these lines."""
@@ -149,10 +150,20 @@ class Terminal:
         """Replace one line of the screen, counted from 1."""
         self.write(f"\x1b[{row};1H{text}\x1b[K")
 
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait for besides other things; when one of them is readable, key() returns at once."""
+        return [self._fd, self._resize_reader]
+
+    @property
+    def has_more_keys(self) -> bool:
+        """Whether a key has been read that key() has not returned."""
+        return bool(self._pending)
+
     def key(self) -> str:
         """The next key: a character, one of the names above, or RESIZED."""
         while not self._pending:
-            ready, _, _ = select.select([self._fd, self._resize_reader], [], [])
+            ready, _, _ = select.select(self.descriptors, [], [])
             if self._resize_reader in ready:
                 os.read(self._resize_reader, 4096)
                 return RESIZED

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import parent_process
 from multiprocessing import util as _mp_util
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING
 
 from minivllm import envs
@@ -30,6 +30,7 @@ from minivllm.tracing import spans as _spans
 from minivllm.tracing.board import BOARD_BYTES, attach_board, detach_board, read_board
 from minivllm.tracing.failpoints import FailpointError
 from minivllm.tracing.files import TraceFiles
+from minivllm.tracing.gate import Gate, open_gate
 from minivllm.tracing.parents import parents as _parents
 from minivllm.tracing.place import find_site
 from minivllm.tracing.process import ROLES, clock, identity, renew_identity
@@ -57,6 +58,7 @@ __all__ = [
     "OFF",
     "RPC",
     "FailpointError",
+    "Patience",
     "Span",
     "SpanSpec",
     "active",
@@ -82,6 +84,7 @@ __all__ = [
     "shutdown",
     "span",
     "start_span",
+    "step_live",
 ]
 
 logger = logging.getLogger(__name__)
@@ -90,6 +93,7 @@ active = False
 calls = False
 messages = False
 _failpoints: dict[str, list[failpoints.Failpoint]] = {}
+_gate: Gate | None = None
 _started_ns = 0
 _exports: list[LiveExport] = []
 
@@ -100,7 +104,7 @@ def _apply(new_level: int) -> None:
     active = bool(new_level or _failpoints)
     calls = bool(new_level >= RPC or _failpoints)
     messages = new_level >= MESSAGE or any(catalogue.SPANS[name].level == MESSAGE for name in _failpoints)
-    _spans.apply(new_level, _failpoints)
+    _spans.apply(new_level, _failpoints, _gate)
 
 
 def configure(
@@ -151,9 +155,42 @@ def configure(
         if new_level and not trace_dir and role == "client" and not _exports:
             logger.warning("tracing is on, but MINIVLLM_TRACE_DIR is not set: no trace files are written")
         _apply(new_level)
+    if live_step := variables.get("MINIVLLM_LIVE_STEP"):
+        step_live(live_step)
     if parent_process() is not None:
         # A forked child of multiprocessing leaves through os._exit: atexit does not run there, this does.
         _mp_util.Finalize(None, shutdown, exitpriority=0)
+
+
+def step_live(address: str) -> None:
+    """Stop before each lifecycle step of this process, and of those it starts, for the controller at this address.
+
+    Args:
+        address: "" takes that back.
+    """
+    global _gate
+    if _gate is not None and _gate.address != address:
+        _gate.close()
+        _gate = None
+    if _gate is None and address:
+        _gate = open_gate(address)
+    _apply(level)
+
+
+class Patience:
+    """A limit of time that does not run while the reader of a live step-through keeps some process standing."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._started = monotonic() - _stopped_s()
+
+    def left(self) -> float:
+        """Seconds; none or less when the time is up."""
+        return self._limit_s - (monotonic() - _stopped_s() - self._started)
+
+
+def _stopped_s() -> float:
+    return _gate.stopped_s() if _gate is not None else 0.0
 
 
 def _open_files(trace_dir: str | None) -> None:
@@ -226,7 +263,10 @@ def child_variables(parent: bytes | None = None) -> dict[str, str]:
     """What a child process needs to join this trace, as environment variables. parent: packed context."""
     packed = parent or pack_context()
     trace_dir = str(_recorder.files.directory) if _recorder.files is not None else None
-    return context.child_variables(context.unpack(packed) if packed else None, level, trace_dir)
+    variables = context.child_variables(context.unpack(packed) if packed else None, level, trace_dir)
+    if _gate is not None:
+        variables["MINIVLLM_LIVE_STEP"] = _gate.address
+    return variables
 
 
 @contextmanager
@@ -243,6 +283,7 @@ def flush() -> None:
 
 def shutdown() -> None:
     """Write everything, spans still open as unfinished, and close the files. Idempotent; configure() starts again."""
+    step_live("")
     with _recorder.lock:
         for item in list(_recorder.open.values()):
             item.set(unfinished=True)
@@ -263,7 +304,11 @@ def shutdown() -> None:
 
 
 def _after_fork_in_child() -> None:
+    global _gate
     renew_identity()
+    if _gate is not None:
+        _gate.close_copy()
+        _gate = None
     _spans.forget()
     _exports.clear()
     _recorder.sinks.clear()

@@ -23,6 +23,7 @@ import msgspec
 
 from minivllm.tracing import context, failpoints
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
+from minivllm.tracing.gate import STEPS, Gate
 from minivllm.tracing.open_table import END, END_OFFSET, SLOT
 from minivllm.tracing.parents import parents
 from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, make_site
@@ -39,6 +40,8 @@ _enabled: dict[str, SpanSpec] = {}
 _hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
 _ids = context.new_span_ids()
 _failpoints: dict[str, list[failpoints.Failpoint]] = {}
+_gate: Gate | None = None
+_halts: frozenset[str] = frozenset()  # names at whose begin a failpoint or the gate wants to be asked
 _sites: list[Site | None] = [None] * (len(BY_INDEX) + 1)
 _append = recorder.finished.append
 _open = recorder.open
@@ -152,9 +155,9 @@ class Span(msgspec.Struct, gc=False, eq=False):
         thread.current = self
         if thread.board is not None and self.spec.level <= RPC:
             self.depth = thread.board.push(self.spec.index)
-        if _failpoints and self.spec.name in _failpoints:
+        if _halts and self.spec.name in _halts:
             try:
-                _fire(self)
+                _halt(self)
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
@@ -359,16 +362,16 @@ def start_at(
     kind: str,
     attributes: dict[str, Any],
 ) -> Span:
-    """Start a span outside the thread's stack at a given moment, and fire its failpoints."""
+    """Start a span outside the thread's stack at a given moment; failpoints and live stepping halt here."""
     thread = _local.thread
     item = NULL
     if entry.level <= _level:
         item = _start(
             entry, attributes, kind or entry.kind, links, site, thread, parent, start_ns, entry.name == "run"
         )
-    if entry.name in _failpoints:
+    if entry.name in _halts:
         try:
-            _fire(item, entry)
+            _halt(item, entry)
         except BaseException as error:
             item.record_exception(error)
             item.end()
@@ -463,9 +466,11 @@ def pack_context() -> bytes:
     return context.pack(*parent) if parent is not None else b""
 
 
-def _fire(item: Span, entry: SpanSpec | None = None) -> None:
+def _halt(item: Span, entry: SpanSpec | None = None) -> None:
     entry = entry or item.spec
-    for failpoint in _failpoints[entry.name]:
+    if _gate is not None and entry.name in STEPS:
+        _gate.stop(entry, item)
+    for failpoint in _failpoints.get(entry.name, ()):
         if failpoint.due(entry):
             item.event("failpoint", action=failpoint.text)
             failpoints.act(failpoint, save_before_death)
@@ -485,10 +490,13 @@ def enabled(name: str) -> SpanSpec | None:
     return _enabled.get(spec(name).name)
 
 
-def apply(level: int, active_failpoints: dict[str, list[failpoints.Failpoint]]) -> None:
+def apply(
+    level: int, active_failpoints: dict[str, list[failpoints.Failpoint]], gate: Gate | None = None
+) -> None:
     """Set what the hot path looks at."""
-    global _level, _failpoints, _enabled, _hot, _table_memory, _table_free
-    _level, _failpoints = level, active_failpoints
+    global _level, _failpoints, _gate, _halts, _enabled, _hot, _table_memory, _table_free
+    _level, _failpoints, _gate = level, active_failpoints, gate
+    _halts = frozenset(active_failpoints) | (STEPS if gate is not None else frozenset())
     # Lifecycle spans are always real, since the step board must be right with tracing off, too.
     visible = max(level, RPC if active_failpoints else LIFECYCLE)
     _enabled = {

@@ -141,12 +141,24 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+# A terminal sends these to every process in the foreground, on Ctrl-C and when it is closed. What they mean is the
+# client's business: a child that they ended would leave its shared memory behind.
+TERMINAL_SIGNALS = frozenset({signal.SIGINT, signal.SIGHUP})
+
+
+def leave_terminal_signals_to_parent() -> None:
+    """In a child that undisturbed_start() started: ignore them, and unblock what it has blocked."""
+    for number in TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)
+
+
 @contextmanager
 def undisturbed_start(context: MPContext | None = None) -> Iterator[None]:
     """Start a child without any signal in between; what came meanwhile is handled afterwards.
 
-    1. The child starts with SIGINT blocked (the mask is inherited over fork and exec), so that a Ctrl-C cannot hit
-       it before it has a handler.
+    1. The child starts with SIGINT and SIGHUP blocked (the mask is inherited over fork and exec), so that a Ctrl-C,
+       or the closing of the terminal, cannot hit it before it has a handler.
     2. The parent's handlers wait: one that raises between the child's exec and the last byte of what the child is to
        read would leave it to print a traceback. The mask alone does not help, as another thread may take the signal.
 
@@ -156,11 +168,11 @@ def undisturbed_start(context: MPContext | None = None) -> Iterator[None]:
     if context is not None and context.get_start_method() != "fork":
         # Python starts its tracker of shared memory on the way to the first child, and unblocks SIGINT behind it.
         resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
     came: list[int] = []
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (*TERMINAL_SIGNALS, signal.SIGTERM, signal.SIGUSR1):
             handler = signal.getsignal(number)
             if callable(handler):
                 handlers[number] = handler

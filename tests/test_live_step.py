@@ -1,0 +1,262 @@
+"""Live stepping: everybody stops before each step, goes when let go, and nothing stays behind however it is quit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from terminal_session import Session
+
+from minivllm.exceptions import ConfigError
+from minivllm.live_step.script import parse
+from minivllm.tracing.catalogue import SPANS
+from minivllm.tracing.gate import STEPS
+from minivllm.tracing.spec import LIFECYCLE
+
+TESTS = Path(__file__).resolve().parent
+LIMIT_S = 60.0
+SHM = Path("/dev/shm")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    drop = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING")
+    env = {k: v for k, v in os.environ.items() if k not in drop and not k.startswith("MINIVLLM_")}
+    return {**env, "TERM": "xterm-256color", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **changes}
+
+
+def scripted(commands: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = arguments or (str(TESTS / "live_run.py"), commands)
+    return subprocess.run(
+        [sys.executable, *command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment(**env),
+        check=False,
+    )
+
+
+def session(**env: str) -> Session:
+    return Session([str(TESTS / "live_run.py")], environment(**env), columns=100, rows=30)
+
+
+def press_until(live: Session, key: str, text: str, most: int = 120) -> str:
+    """Press a key again and again until the screen shows a text."""
+    for _ in range(most):
+        if re.search(text, live.settle()):
+            return live.screen
+        os.write(live.fd, key.encode())
+    raise AssertionError(f"{text!r} did not appear in:\n{live.screen}")
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def assert_nothing_left(processes: list[psutil.Process], client: int) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    assert not alive, [p.cmdline() for p in alive]
+    pids = [client, *(p.pid for p in processes)]
+    assert not [name for pid in pids for name in SHM.glob(f"minivllm-{pid}-*")]
+
+
+# --- without a terminal
+
+
+def test_commands() -> None:
+    parsed = parse("step; step rank1 3\nuntil worker.load_model@rank1 ; run engine; stop; show; quit")
+    assert [(c.verb, c.who, c.times, c.span) for c in parsed] == [
+        ("step", "", 1, ""),
+        ("step", "rank1", 3, ""),
+        ("until", "rank1", 1, "worker.load_model"),
+        ("run", "engine", 1, ""),
+        ("stop", "all", 1, ""),
+        ("show", "all", 1, ""),
+        ("quit", "all", 1, ""),
+    ]
+    for text, said in (
+        ("jump", "is no command"),
+        ("until rpc.call", "nobody stops at"),
+        ("", "no command"),
+        ("step everybody", "is no command"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse(text)
+
+
+def test_everybody_stops_at_every_lifecycle_step_but_one() -> None:
+    assert {s.name for s in SPANS.values() if s.level == LIFECYCLE} - {"worker.bootstrap"} == STEPS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--live-step"], "is not a terminal; give commands instead"),
+        (["--live-step", "dance"], "'dance' is no command"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = scripted("", "-m", "minivllm.cli.main", "demo", "--trace", str(tmp_path / "t"), *arguments)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "t").exists()
+
+
+def test_ranks_stand_in_the_rendezvous_until_the_last_one_comes(tmp_path: Path) -> None:
+    commands = "until dist.rendezvous@rank0; step rank0; show; until dist.rendezvous@rank1; step rank1; step all; run"
+    done = scripted(
+        "",
+        *["-m", "minivllm.cli.main", "demo", "--device", "cpu", "--max-tokens", "2"],
+        *["--trace", str(tmp_path / "trace"), "--live-step", commands],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = dict(
+        re.findall(r"^> (step rank\d)\n(.*(?:\n(?!>).*)*)", done.stdout, re.M),
+    )
+    assert "in dist.rendezvous; waits for rank 1, which is stopped before" in answers["step rank0"], (
+        done.stdout
+    )
+    assert "rank 1      stopped before dist.init_process_group" in answers["step rank1"]
+    picture = done.stdout.partition("> show\n")[2].partition("> until")[0]
+    assert "processes stopped" in picture and "dist.rendezvous" in picture and "tracing.span(" in picture
+    assert "The for statement" in done.stdout
+    # What the reader's patience costs stands in the trace.
+    from minivllm.trace_store import TraceStore
+
+    span = TraceStore.open(tmp_path / "trace").spans("dist.rendezvous", rank=0)[0]
+    assert "live_step" in {event.name for event in span.events}
+
+
+def test_no_deadline_runs_while_somebody_stands() -> None:
+    """Limits of a few tenths of a second, and seconds of standing, at the start and at the end."""
+    commands = "until worker.send_ready@rank1; step all; until worker.parent_died@rank0; step engine; show; show; step rank1; run"
+    done = scripted(
+        commands,
+        MINIVLLM_STARTUP_TIMEOUT_S="0.3",
+        MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S="0.3",
+        MINIVLLM_WORKER_SIGTERM_TIMEOUT_S="0.3",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all is over" in done.stdout and "has died" not in done.stdout
+    assert "in executor.terminate_graceful; waits for ranks 0 and 1" in done.stdout
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_other_start_methods(method: str) -> None:
+    done = scripted(
+        "until worker.init@rank1; step all; run",
+        MINIVLLM_WORKER_MULTIPROC_METHOD=method,
+        MINIVLLM_ENABLE_MULTIPROCESSING="0" if method == "forkserver" else "1",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1      stopped before worker.init_worker" in done.stdout and "all is over" in done.stdout
+
+
+def test_a_death_is_seen() -> None:
+    done = scripted(
+        "until monitor.worker_died; show; step engine; run",
+        MINIVLLM_FAILPOINTS="rpc.execute@rank1#2=kill",
+    )
+    assert done.returncode == 1 and "was killed by SIGKILL" in done.stderr
+    assert "rank 1      has died" in done.stdout, done.stdout + done.stderr
+
+
+def test_quit_by_command() -> None:
+    done = scripted("until worker.init_worker@rank1; quit")
+    assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr
+    assert "the engine is ready" not in done.stdout
+
+
+# --- at the terminal
+
+
+def test_a_session_from_the_first_step_to_the_last() -> None:
+    live = session()
+    first = live.wait_for("client before run")
+    assert "1 of 1 processes stopped" in first and "Root of a traced run" in first and "n next" in first
+    assert len(first.splitlines()) == 30
+    live.press("n", "client before engine_core.spawn")
+    live.press("?", "one step of the process that has been standing longest")
+    live.press("x", "processes stopped")
+    live.press("7", "there is no rank7")
+    press_until(live, "n", "rank 1 pid")
+    live.press("0", "rank 0 (before|in)")
+    live.press("\t", "rank 1|client|EngineCore")
+    press_until(live, "a", "before worker.init_message_queues")
+    live.resize(60, 20)
+    live.shown = b""
+    assert len(live.wait_for("stopped").splitlines()) == 20
+    live.resize(100, 30)
+    live.press("g", "all run on")
+    # The script itself prints while the screen is ours; what it said is there when it is over.
+    assert live.end() == 0, live.shown.decode()
+    left = live.shown.decode().rpartition("\x1b[?1049l")[2]
+    assert "the engine is ready" in left and "all is over" in left and "Traceback" not in left
+
+
+def test_running_on_and_stopping_again() -> None:
+    live = session(PAUSE_S="2")
+    live.wait_for("client before run")
+    live.press("g", "all run on")
+    live.wait_for("the run says generated")
+    live.press("s", "stops at the next step")
+    live.wait_for(r"EngineCore before|stopped before\s+(│.*\n\s+)?(engine_core|executor)\.shutdown")
+    press_until(live, "n", r"thread minivllm-death-pipe")
+    live.press("g", "all run on|ended")
+    assert live.end() == 0
+    assert "all is over" in live.shown.decode()
+
+
+QUITS: dict[str, tuple[Callable[[Session], None], tuple[int, ...]]] = {
+    "q": (lambda live: os.write(live.fd, b"q") and None, (1, 130, -2)),
+    "ctrl-c": (lambda live: os.write(live.fd, b"\x03") and None, (1, 130, -2)),
+    "sigterm": (lambda live: os.kill(live.pid, signal.SIGTERM), (-15,)),
+    "sigkill": (lambda live: os.kill(live.pid, signal.SIGKILL), (-9,)),
+    "hangup": (lambda live: os.close(os.dup(live.fd)), (1, 130, -1, -2)),
+}
+
+
+@pytest.mark.parametrize("how", QUITS)
+def test_quitting_leaves_nothing(how: str) -> None:
+    live = session()
+    live.wait_for("client before run")
+    press_until(live, "n", r"rank 1 pid")
+    processes = family(live.pid)
+    assert len(processes) >= 3
+    quit_run, codes = QUITS[how]
+    if how == "hangup":
+        os.close(live.fd)
+        deadline = time.monotonic() + 20
+        while (done := os.waitpid(live.pid, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < deadline, "still running without a terminal"
+            time.sleep(0.05)
+        code = os.waitstatus_to_exitcode(done[1])
+    else:
+        quit_run(live)
+        code = live.end()
+        if how != "sigkill":
+            assert b"\x1b[?1049l" in live.shown, "the terminal is given back"
+    assert code in codes, (code, live.shown.decode())
+    assert_nothing_left(processes, live.pid)
+
+
+def test_a_worker_that_is_killed_while_it_stands_is_shown() -> None:
+    live = session()
+    live.wait_for("client before run")
+    press_until(live, "n", r"rank 1 pid")
+    processes = family(live.pid)
+    victim = next(int(pid) for pid in re.findall(r"rank 1 pid (\d+)", live.screen))
+    os.kill(victim, signal.SIGKILL)
+    live.wait_for(r"has died in|has died")
+    live.press("g", "all run on")
+    assert live.end() == 1
+    assert "was killed by SIGKILL" in live.shown.decode()
+    assert_nothing_left(processes, live.pid)
