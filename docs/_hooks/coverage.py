@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,12 +120,15 @@ class Chapter:
         return int(self.path.name[:2])
 
 
-def chapters() -> list[Chapter]:
+def chapters(suffix: str = ".md") -> list[Chapter]:
+    """The tour's chapters, or with `.zh.md` those that are translated."""
     found = []
-    for path in sorted(TOUR.glob("[0-9][0-9]-*.md")):
+    for path in sorted(TOUR.glob(f"[0-9][0-9]-*{suffix}")):
+        if "." in path.name.removesuffix(suffix):
+            continue
         text = path.read_text(encoding="utf-8")
         meta = yaml.safe_load(text.split("---\n")[1])
-        aims = text.partition("You will be able to")[2].partition("* ")[2]
+        aims = text.partition("!!! abstract")[2].partition("* ")[2]
         found.append(
             Chapter(
                 path,
@@ -132,24 +136,29 @@ def chapters() -> list[Chapter]:
                 tuple(meta["articles"]),
                 tuple(meta["spans"]),
                 meta.get("walkthrough", ""),
-                " ".join(aims.partition(";\n")[0].split()),
+                " ".join(re.split("[;；]\n", aims)[0].split()),
             )
         )
     return found
 
 
-def contents() -> str:
+_HEADS = {
+    "en": "| chapter | you will be able to, among other things | walkthrough |",
+    "zh": "| 章节 | 读完之后你能做的事之一 | 演练脚本 |",
+}
+
+
+def contents(language: str) -> str:
     """The tour's table of contents, and which chapters are missing."""
-    told = chapters()
-    lines = ["| chapter | you will be able to, among other things | walkthrough |", "|---|---|---|"]
+    told = chapters(".md" if language == "en" else f".{language}.md")
+    lines = [_HEADS[language], "|---|---|---|"]
     for chapter in told:
         script = f"`walkthroughs/{chapter.walkthrough}`" if chapter.walkthrough else "–"
-        lines.append(
-            f"| [{chapter.title}]({chapter.path.name}) | {chapter.aim.replace('|', '&#124;')} | {script} |"
-        )
+        target = chapter.path.name.replace(f".{language}.md", ".md")
+        lines.append(f"| [{chapter.title}]({target}) | {chapter.aim.replace('|', '&#124;')} | {script} |")
     numbers = {chapter.number for chapter in told}
     missing = [f"{number} ({subject})" for number, subject in CHAPTERS.items() if number not in numbers]
-    if missing:
+    if missing and language == "en":
         lines += ["", f"Not written yet: {', '.join(missing)}."]
     return "\n".join(lines)
 

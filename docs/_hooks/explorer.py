@@ -12,6 +12,7 @@ becomes the command and its output; the line may hold any arguments of `python -
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 
@@ -22,12 +23,14 @@ _BLOCK = re.compile(r"^```ring-model\n(?P<arguments>.*)\n```$", re.M)
 
 def expand(markdown: str, page: Page) -> str:
     """Replace every block by a command and what it prints."""
-    return _BLOCK.sub(lambda match: _run(match["arguments"].split()), markdown)
+    return _BLOCK.sub(lambda match: _run(match["arguments"]), markdown)
 
 
-def _run(arguments: list[str]) -> str:
+@functools.cache  # a page in two languages shows the same output twice
+def _run(line: str) -> str:
     from minivllm.distributed import ring_model
 
+    arguments = line.split()
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         ring_model.main(arguments)

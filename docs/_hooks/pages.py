@@ -13,12 +13,14 @@ from typing import Any
 
 import coverage
 import explorer
+import languages
 import source
 import steps
 import symbols
 import tabs
 import timelines
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -232,8 +234,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     sections = {name: entries for part in config.nav or [] for name, entries in part.items()}
     api = next(entry for entry in sections["Reference"] if isinstance(entry, dict) and "API" in entry)
     api["API"] = [{name: pages} for name, pages in sorted(groups.items())]
-    sections["Measured"] += benchmark_pages() or [{"Benchmarks": "benchmarks.md"}]
-    sections["Measured"].append({"Crash matrix": "crash_matrix.md"})
+    benchmarks = benchmark_pages() or [{"Benchmarks": "benchmarks.md"}]
+    sections["Measured"][:] = [*benchmarks, {"Crash matrix": "crash_matrix.md"}]
     return config
 
 
@@ -245,8 +247,9 @@ def benchmark_pages() -> list[str]:
     return [f"benchmarks/{path.name}" for path in found]
 
 
+@event_priority(-200)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
+    """Add the generated pages; the i18n plugin, which knows files of docs/ only, has done its work by then."""
     for path, page in GENERATED.items():
         files.append(File.generated(config, path, content=page()))
     if not benchmark_pages():
@@ -281,7 +284,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put code of the package, and timelines and steps of recorded runs, into the pages that name them."""
     if "<!-- chapters -->" in markdown:
-        markdown = markdown.replace("<!-- chapters -->", coverage.contents())
+        markdown = markdown.replace("<!-- chapters -->", coverage.contents(languages.language(page)))
     for expand in (symbols.expand, timelines.expand, steps.expand, explorer.expand, tabs.expand):
         markdown = expand(markdown, page)
     return markdown

@@ -15,11 +15,16 @@ from __future__ import annotations
 
 import re
 
+import languages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.pages import Page
 from timelines import RUNS
 
 COLUMNS = 88
+CAPTIONS = {
+    "en": "A recorded run; the same: `{command}`",
+    "zh": "一次录制下来的运行；看同样的内容：`{command}`",
+}
 _BLOCK = re.compile(r"^```steps\n(?P<body>.*?)^```$", re.M | re.S)
 _KEYS = {"run", "at", "from", "count", "level", "rows"}
 
@@ -36,7 +41,8 @@ def expand(markdown: str, page: Page) -> str:
                 f"{page.file.src_uri}: docs/runs/{settings['run']} does not exist (make docs-assets)"
             )
         text = "\n".join(line.rstrip() for line in lines(settings))
-        return f"```text\n{text}\n```\n\n<small>A recorded run; the same: `{command(settings)}`</small>\n"
+        said = CAPTIONS[languages.language(page)].format(command=command(settings))
+        return f"```text\n{text}\n```\n\n<small>{said}</small>\n"
 
     return _BLOCK.sub(block, markdown)
 

@@ -14,10 +14,11 @@ becomes a picture of that view of the run in docs/runs/. Keys: run, view, and op
 
 from __future__ import annotations
 
+import functools
 import re
-import textwrap
 from pathlib import Path
 
+import languages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.pages import Page
 
@@ -40,7 +41,7 @@ def expand(markdown: str, page: Page) -> str:
             raise PluginError(
                 f"{page.file.src_uri}: docs/runs/{settings['run']} does not exist (make docs-assets)"
             )
-        return f'<div class="timeline">{picture(settings)}</div>\n\n{caption(settings)}'
+        return f'<div class="timeline">{picture(settings)}</div>\n\n{caption(settings, languages.language(page))}'
 
     return _BLOCK.sub(block, markdown)
 
@@ -51,6 +52,12 @@ def picture(settings: dict[str, str]) -> str:
 
 def picture_of(trace: Path, settings: dict[str, str]) -> str:
     """The SVG of one view, on one line, so that Markdown leaves it alone."""
+    return _drawn(trace, tuple(settings.items()))
+
+
+@functools.cache  # a page in two languages shows the same picture twice
+def _drawn(trace: Path, items: tuple[tuple[str, str], ...]) -> str:
+    settings = dict(items)
     from minivllm.timeline import build_views
     from minivllm.timeline.export import views_to_svg
     from minivllm.timeline.run import Options
@@ -67,7 +74,13 @@ def picture_of(trace: Path, settings: dict[str, str]) -> str:
     return views_to_svg(build_views(store, [settings["view"]], options), 104).replace("\n", "")
 
 
-def caption(settings: dict[str, str]) -> str:
+CAPTIONS = {
+    "en": "A recorded run; the same in your terminal: `{command}`",
+    "zh": "一次录制下来的运行；在终端里看同样的内容：`{command}`",
+}
+
+
+def caption(settings: dict[str, str], language: str) -> str:
     names = {"from": "--from", "to": "--to", "min": "--min-duration"}
     more = "".join(
         f" {names.get(key, '--' + key)} {value}"
@@ -75,9 +88,7 @@ def caption(settings: dict[str, str]) -> str:
         if key not in ("run", "view")
     )
     command = f"minivllm timeline docs/runs/{settings['run']} --view {settings['view']}{more}"
-    return textwrap.dedent(f"""\
-        <small>A recorded run; the same in your terminal: `{command}`</small>
-        """)
+    return f"<small>{CAPTIONS[language].format(command=command)}</small>\n"
 
 
 def _ns(text: str | None) -> int | None:
