@@ -7,6 +7,7 @@ Left behind means: a process that this run started (also one whose parent is gon
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import tempfile
 import time
@@ -20,6 +21,10 @@ from hypothesis import settings
 from walkthrough_runs import Runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and every process below would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in each run; HYPOTHESIS_PROFILE=explore draws new ones, which are where the bugs are.
 settings.register_profile("same", derandomize=True)
