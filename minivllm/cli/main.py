@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     import argparse
 
     import minivllm
-    from minivllm.cli import demo, doctor, export, generate, spans, step, timeline
+    from minivllm.cli import demo, doctor, export, generate, learn, spans, step, timeline
 
     parser = argparse.ArgumentParser(
         prog="minivllm",
@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"minivllm {minivllm.__version__}")
     subparsers = parser.add_subparsers(title="subcommands", metavar="COMMAND", dest="command")
-    for module in (demo, generate, timeline, step, doctor, export, spans):
+    for module in (demo, generate, timeline, step, doctor, export, spans, learn):
         module.add_parser(subparsers)
     return parser
 
