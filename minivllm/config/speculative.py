@@ -6,12 +6,16 @@ Articles: part 2 §2.3.6
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config.model import ModelConfig
 from minivllm.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.config.vllm import VllmConfig
 
 _METHODS = ("ngram", "draft_model")
 _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
@@ -75,6 +79,15 @@ class SpeculativeConfig:
                 f"one of {target.vocab_size}; they must be the same"
             )
         return cls(method, count, draft_model_config=draft)
+
+    def make_draft_vllm_config(self, target: VllmConfig) -> VllmConfig:
+        """What the draft model is loaded by: the target's configuration, with one pipeline stage."""
+        return dataclasses.replace(
+            target,
+            model_config=self.draft_model_config,
+            parallel_config=dataclasses.replace(target.parallel_config, pipeline_parallel_size=1),
+            speculative_config=None,
+        )
 
     @property
     def num_lookahead_tokens(self) -> int:

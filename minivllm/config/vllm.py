@@ -64,8 +64,11 @@ class VllmConfig:
                     f"max_model_len={self.model_config.max_model_len} and chunked prefill is off: "
                     "the longest prompt could never be scheduled"
                 )
-        if self.speculative_config is not None:
-            self._verify_speculative_config(self.speculative_config)
+        if self.speculative_config is not None and self.speculative_config.draft_model_config is not None:
+            # The last pipeline stage has all of it.
+            self.speculative_config.draft_model_config.verify_with_parallel_config(
+                self.parallel_config.tensor_parallel_size, 1
+            )
         if not self.instance_id:
             import uuid
 
@@ -75,19 +78,6 @@ class VllmConfig:
             raise RunnerConfigError(self.model_runner_decision)
         if self.model_runner_decision.warning:
             warn_once(self.model_runner_decision.warning)
-
-    def _verify_speculative_config(self, speculative_config: SpeculativeConfig) -> None:
-        """Raises ConfigError for what speculative decoding cannot be combined with."""
-        for other, in_use in (
-            ("pipeline_parallel_size above 1", self.parallel_config.pipeline_parallel_size > 1),
-            ("async_scheduling", self.scheduler_config.async_scheduling),
-        ):
-            if in_use:
-                raise ConfigError(f"speculative_config does not work with {other}; leave one of them out")
-        if speculative_config.draft_model_config is not None:
-            speculative_config.draft_model_config.verify_with_parallel_config(
-                self.parallel_config.tensor_parallel_size, 1
-            )
 
     @property
     def num_speculative_tokens(self) -> int:

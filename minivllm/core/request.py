@@ -44,10 +44,12 @@ class Request:
     """Attributes:
     max_tokens: the limit that holds: the user's, or what the model's length and the block pool leave.
     stop_token_ids: tokens that end the request, end-of-text tokens not among them.
-    num_computed_tokens: tokens whose keys and values are in the cache once all scheduled steps have run.
-    num_output_placeholders: tokens that scheduled steps will sample and nobody has seen yet; above zero only
-        with several batches in flight.
-    spec_token_ids: proposed tokens that the next step verifies.
+    num_computed_tokens: tokens whose keys and values are in the cache once all scheduled steps have run, if all
+        drafts that these verify stand.
+    num_output_placeholders: tokens that scheduled steps will sample and nobody has seen yet, one for each such step,
+        whatever becomes of its drafts; async scheduling only.
+    num_draft_placeholders: drafts that those steps verify; async scheduling only.
+    spec_token_ids: proposed tokens that the next step verifies; -1 for one that only the workers know.
     num_in_flight: scheduled steps whose output has not been processed.
     next_decode_eligible_step: number of the first step in which its next token may be computed (async scheduling).
     known_to_workers: the workers hold a slot for it, so its end must be reported to them.
@@ -67,6 +69,7 @@ class Request:
         "min_tokens",
         "next_decode_eligible_step",
         "num_computed_tokens",
+        "num_draft_placeholders",
         "num_in_flight",
         "num_output_placeholders",
         "num_preemptions",
@@ -113,6 +116,7 @@ class Request:
 
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
+        self.num_draft_placeholders = 0
         self.num_in_flight = 0
         self.next_decode_eligible_step = 0
         self.num_preemptions = 0

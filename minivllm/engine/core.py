@@ -62,9 +62,10 @@ from minivllm.utils.system_utils import (
 if TYPE_CHECKING:
     from minivllm.executor.abstract import Executor, ProgressCallback
     from minivllm.executor.status_page import RankStatus
-    from minivllm.outputs import ModelRunnerOutput
+    from minivllm.outputs import DraftTokenIds, ModelRunnerOutput
 
     OutputFuture: TypeAlias = Future[ModelRunnerOutput | None]
+    DraftsFuture: TypeAlias = Future[DraftTokenIds | None]
 
 
 class EngineCore:
@@ -121,6 +122,7 @@ class EngineCore:
             scheduler_class = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
             self.structured_output_manager = StructuredOutputManager(config)
             self.use_spec_decode = config.speculative_config is not None
+            self.async_scheduling = config.scheduler_config.async_scheduling
             self.scheduler = scheduler_class(config, num_gpu_blocks, self.structured_output_manager)
             # With pipeline stages, or with scheduling one step ahead, several batches are under way at once.
             self.batch_queue_size = config.max_concurrent_batches
@@ -170,15 +172,7 @@ class EngineCore:
 
     def _step(self) -> list[EngineCoreOutput]:
         scheduler_output = self.scheduler.schedule()
-        model_output = self._start_batch(scheduler_output).result()
-        if model_output is None:
-            return []
-        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
-        if self.use_spec_decode and self.scheduler.running:
-            drafts = self.model_executor.take_draft_token_ids()
-            if drafts is not None:
-                self.scheduler.update_draft_token_ids(drafts)
-        return outputs
+        return self._finish_batch(self._start_batch(scheduler_output))
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
         """One step with several batches in flight: fill the queue first, wait for its oldest batch only then.
@@ -215,26 +209,39 @@ class EngineCore:
                 awaited_step=batch.scheduler_output.step,
                 awaited=len(batch.scheduler_output.num_scheduled_tokens),
             )
-        model_output = batch.result()
-        if model_output is None:
-            return []
-        return self.scheduler.update_from_output(batch.scheduler_output, model_output)
+        return self._finish_batch(batch)
 
     def _start_batch(self, scheduler_output: SchedulerOutput) -> _BatchInFlight:
         """Send a batch to the workers without waiting.
 
         Deviation from vLLM: sample_tokens is sent right behind execute_model, also with one batch in flight, and
         not after its result; that saves the workers a wait for this process. Only the masks of grammars, if there
-        are any, are computed in between, while the workers are at the forward pass.
+        are any, are computed in between, while the workers are at the forward pass. Drafts, too, are asked for right
+        behind; with several batches in flight, a later question would be answered with a later batch's drafts.
         """
         executor = self.model_executor
         executed = cast("OutputFuture", executor.execute_model(scheduler_output, non_block=True))
-        sampled = None
+        sampled = drafts = None
         # Without tokens there is only news of finished or preempted requests.
         if scheduler_output.num_scheduled_tokens:
             grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
             sampled = cast("OutputFuture", executor.sample_tokens(grammar_output, non_block=True))
-        return _BatchInFlight(scheduler_output, executed, sampled)
+            # With asynchronous scheduling the next step verifies drafts that nobody here has seen; only grammars must.
+            if self.use_spec_decode and (
+                not self.async_scheduling or scheduler_output.has_structured_output_requests
+            ):
+                drafts = cast("DraftsFuture", executor.take_draft_token_ids(non_block=True))
+        return _BatchInFlight(scheduler_output, executed, sampled, drafts)
+
+    def _finish_batch(self, batch: _BatchInFlight) -> list[EngineCoreOutput]:
+        """Wait for a batch, and say what came of it."""
+        model_output = batch.result()
+        if model_output is None:
+            return []
+        outputs = self.scheduler.update_from_output(batch.scheduler_output, model_output)
+        if batch.drafts is not None and (drafts := batch.drafts.result()) is not None:
+            self.scheduler.update_draft_token_ids(drafts)
+        return outputs
 
     # --- calls and the end
 
@@ -266,19 +273,21 @@ class EngineCore:
 
 
 class _BatchInFlight:
-    """The two RPCs of one batch."""
+    """The RPCs of one batch."""
 
-    __slots__ = ("executed", "sampled", "scheduler_output")
+    __slots__ = ("drafts", "executed", "sampled", "scheduler_output")
 
     def __init__(
         self,
         scheduler_output: SchedulerOutput,
         executed: OutputFuture,
         sampled: OutputFuture | None,
+        drafts: DraftsFuture | None,
     ) -> None:
         self.scheduler_output = scheduler_output
         self.executed = executed
         self.sampled = sampled
+        self.drafts = drafts
 
     def result(self) -> ModelRunnerOutput | None:
         """Wait for the batch. None when there was nothing to compute."""

@@ -186,10 +186,15 @@ class Executor(ABC):
         )
 
     @tracing.instrument("executor.take_draft_token_ids")
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
+    def take_draft_token_ids(
+        self, non_block: bool = False
+    ) -> DraftTokenIds | Future[DraftTokenIds | None] | None:
         """Speculative tokens proposed in the last step; None when there are none."""
-        drafts: DraftTokenIds | None = self.collective_rpc(
-            "take_draft_token_ids", timeout=self.step_timeout_s, unique_reply_rank=self.output_rank
+        drafts: DraftTokenIds | Future[DraftTokenIds | None] | None = self.collective_rpc(
+            "take_draft_token_ids",
+            timeout=self.step_timeout_s,
+            non_block=non_block,
+            unique_reply_rank=self.output_rank,
         )
         return drafts
 

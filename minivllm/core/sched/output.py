@@ -42,7 +42,7 @@ class CachedRequestData:
 
     Attributes:
         new_block_ids: blocks to append to the request's table; None when there are none.
-        num_computed_tokens: tokens computed before this step.
+        num_computed_tokens: tokens computed before this step; more than there are while drafts are in flight.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -60,7 +60,8 @@ class SchedulerOutput:
 
     Attributes:
         num_scheduled_tokens: request id -> tokens to compute in this step.
-        scheduled_spec_decode_tokens: request id -> speculative tokens to verify.
+        scheduled_spec_decode_tokens: request id -> speculative tokens to verify, the first of those that the workers
+            proposed last for it; -1 for one that only they know (async scheduling).
         finished_req_ids: requests that ended since the last step; their slots are free again.
         preempted_req_ids: requests whose blocks were taken; they come back as new requests.
         step: number of the step, by which traces tell batches in flight apart.

@@ -49,6 +49,7 @@ class Scheduler:
         speculative_config = vllm_config.speculative_config
         self.num_lookahead_tokens = speculative_config.num_lookahead_tokens if speculative_config else 0
         self.spec_decoding_stats = SpecDecodingStats() if speculative_config is not None else None
+        self.draft_placeholders = [-1] * vllm_config.num_speculative_tokens
         self.scheduler_config = vllm_config.scheduler_config
         self.max_num_running_reqs = self.scheduler_config.max_num_seqs
         self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens
@@ -143,15 +144,20 @@ class Scheduler:
         while index < len(running) and token_budget > 0:
             request = running[index]
             index += 1
-            num_new_tokens = self._num_new_tokens(request)
-            num_drafts = len(request.spec_token_ids)
-            num_new_tokens += num_drafts
-            if num_new_tokens > token_budget:
-                num_drafts -= min(num_drafts, num_new_tokens - token_budget)
-                num_new_tokens = token_budget
-            if num_new_tokens <= 0:
+            num_certain_tokens = self._num_new_tokens(request)
+            if num_certain_tokens <= 0:
                 # All its tokens are computed or in flight: it waits for the one that is being sampled.
                 continue
+            # The last token that is wanted is not computed; verifying drafts beyond it would only cost time.
+            num_new_tokens = min(
+                num_certain_tokens + len(request.spec_token_ids),
+                token_budget,
+                request.num_prompt_tokens + request.max_tokens - 1 - request.num_computed_tokens,
+            )
+            if num_new_tokens <= 0:
+                # If all drafts in flight stand, its end is in flight, too.
+                continue
+            num_drafts = max(0, num_new_tokens - num_certain_tokens)
             lookahead = self._lookahead(request, num_new_tokens)
             new_blocks = allocate_slots(request, num_new_tokens, lookahead)
             while new_blocks is None:
@@ -207,7 +213,7 @@ class Scheduler:
         return token_budget
 
     def _num_new_tokens(self, request: Request) -> int:
-        """Tokens known but not computed; at most 0 while the next one is still being sampled."""
+        """Tokens known but not computed, drafts not among them; at most 0 while the next one is still being sampled."""
         return request.num_tokens - request.num_computed_tokens
 
     def _lookahead(self, request: Request, num_new_tokens: int) -> int:
@@ -266,12 +272,12 @@ class Scheduler:
             if request is None or not request.known_to_workers:
                 # Ended with this step.
                 continue
-            # The step that verifies n drafts may give n + 1 tokens, and more than are wanted would only cost time.
-            wanted = request.max_tokens - (request.num_tokens - request.num_prompt_tokens) - 1
-            drafts = drafts[: max(wanted, 0)]
-            request.spec_token_ids = (
-                drafts if request.grammar is None else request.grammar.validate_tokens(drafts)
-            )
+            self._take_drafts(request, drafts)
+
+    def _take_drafts(self, request: Request, drafts: list[int]) -> None:
+        request.spec_token_ids = (
+            drafts if request.grammar is None else request.grammar.validate_tokens(drafts)
+        )
 
     # --- its result
 
@@ -333,7 +339,8 @@ class Scheduler:
                 finished = request.append_output_token(token_id)
                 if finished:
                     break
-            self._tokens_arrived(request, len(new_token_ids))
+            if token_ids:
+                self._token_arrived(request)
             output = EngineCoreOutput(req_id, new_token_ids)
             if all_logprobs and req_id in all_logprobs:
                 output.logprobs = _wire_logprobs(all_logprobs[req_id], 0, len(new_token_ids))
@@ -362,12 +369,14 @@ class Scheduler:
 
     def _drafts_verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Take back what _advance counted for drafts that do not stand."""
-        request.num_computed_tokens -= num_drafts - num_accepted
+        if request.known_to_workers:
+            # Otherwise it was preempted while the step ran, and nothing of it is computed any more.
+            request.num_computed_tokens -= num_drafts - num_accepted
         assert self.spec_decoding_stats is not None
         self.spec_decoding_stats.observe_draft(num_drafts, num_accepted)
 
-    def _tokens_arrived(self, request: Request, num_tokens: int) -> None:
-        """For AsyncScheduler, which counts tokens that it has not seen."""
+    def _token_arrived(self, request: Request) -> None:
+        """For AsyncScheduler, which counts tokens that it has not seen. One, since the others were drafts before."""
 
     def _new_prompt_logprobs(self, request: Request, rows: LogprobsLists) -> EngineCoreLogprobs | None:
         """The rows that the client has not had: a preempted prompt is computed, and reported, a second time.
@@ -401,6 +410,11 @@ class AsyncScheduler(Scheduler):
     That works because the workers keep sampled tokens on the device: a step needs to be told only how many
     tokens a request has, and placeholders count those that nobody here has seen.
 
+    With speculation a step is told how many drafts to verify (each is -1 here), and which ones they are is for the
+    workers to know, too. Until it is known how many of them stand, all are taken to: num_computed_tokens is then
+    an upper bound, for which there is room in the cache, and the workers count for themselves. Drafts of a request
+    with a grammar do come here, since the grammar has to be asked about them.
+
     With a pipeline, a request decodes at most once in as many steps as there are stages: its next token can enter
     the first stage only when the one before has left the last. Without that rule all requests would soon be in every
     batch, each batch would wait for the one before, and one stage at a time would work.
@@ -417,16 +431,30 @@ class AsyncScheduler(Scheduler):
         if placeholders and request.grammar is not None:
             # What may follow depends on the token in flight.
             return 0
-        return request.num_tokens + placeholders - request.num_computed_tokens
+        return (
+            request.num_tokens + placeholders + request.num_draft_placeholders - request.num_computed_tokens
+        )
 
     def _advance(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
         super()._advance(request, num_new_tokens, output)
-        if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
+        request.num_draft_placeholders += len(output.scheduled_spec_decode_tokens.get(request.request_id, ()))
+        known = request.num_tokens + request.num_output_placeholders + request.num_draft_placeholders
+        if request.num_computed_tokens == known:
             request.num_output_placeholders += 1
             request.next_decode_eligible_step = self.current_step + self.pp_size
+            if request.grammar is None:
+                request.spec_token_ids = self.draft_placeholders
 
-    def _tokens_arrived(self, request: Request, num_tokens: int) -> None:
-        request.num_output_placeholders -= num_tokens
+    def _take_drafts(self, request: Request, drafts: list[int]) -> None:
+        if request.grammar is not None:
+            super()._take_drafts(request, drafts)
+
+    def _drafts_verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        super()._drafts_verified(request, num_drafts, num_accepted)
+        request.num_draft_placeholders -= num_drafts
+
+    def _token_arrived(self, request: Request) -> None:
+        request.num_output_placeholders -= 1
 
 
 def _wire_logprobs(rows: LogprobsLists, start: int, end: int) -> EngineCoreLogprobs:
