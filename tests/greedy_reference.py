@@ -6,11 +6,12 @@ import functools
 import os
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import BUNDLED_CHECKPOINT
 
-MAX_TOKENS = 14
+MAX_TOKENS = 20
 NUM_PROMPTS = 12
 SAFE_GAP = 1e-3
 WORDS = [
@@ -35,12 +36,16 @@ class Reference:
     """Attributes:
     greedy, seeded: `[NUM_PROMPTS][MAX_TOKENS]`.
     stop: per prompt a token that the greedy output contains, and the output up to it.
+    prompt_logprobs: per prompt `[length - 1, vocab_size]` of transformers, about its second token to its last.
+    logprobs: per prompt `[MAX_TOKENS, vocab_size]` of transformers, about the greedy output.
     """
 
     prompts: list[list[int]]
     greedy: list[list[int]]
     seeded: list[list[int]]
     stop: list[tuple[int, list[int]]]
+    prompt_logprobs: list[Any]
+    logprobs: list[Any]
 
 
 def greedy_params() -> SamplingParams:
@@ -70,6 +75,8 @@ def reference() -> Reference:
     model = AutoModelForCausalLM.from_pretrained(BUNDLED_CHECKPOINT, dtype=torch.float32).eval()
     prompts: list[list[int]] = []
     greedy: list[list[int]] = []
+    prompt_logprobs: list[Any] = []
+    logprobs: list[Any] = []
     candidate = 0
     with torch.inference_mode(), warnings.catch_warnings():
         # transformers 5 has a new name for past_key_values, which transformers 4 does not know.
@@ -90,6 +97,8 @@ def reference() -> Reference:
             if float((best[:, 0] - best[:, 1]).min()) >= SAFE_GAP:
                 prompts.append(prompt)
                 greedy.append([int(row.argmax()) for row in rows])
+                prompt_logprobs.append(out.logits[0, :-1].log_softmax(-1))
+                logprobs.append(torch.stack(rows).log_softmax(-1))
     before = os.environ.get("MINIVLLM_ENABLE_MULTIPROCESSING")
     os.environ["MINIVLLM_ENABLE_MULTIPROCESSING"] = "0"
     try:
@@ -101,4 +110,5 @@ def reference() -> Reference:
         else:
             os.environ["MINIVLLM_ENABLE_MULTIPROCESSING"] = before
     stop = [(tokens[5], tokens[: tokens.index(tokens[5]) + 1]) for tokens in greedy]
-    return Reference(prompts, greedy, [list(o.outputs[0].token_ids) for o in outputs], stop)
+    seeded = [list(o.outputs[0].token_ids) for o in outputs]
+    return Reference(prompts, greedy, seeded, stop, prompt_logprobs, logprobs)

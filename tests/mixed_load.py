@@ -10,7 +10,7 @@ from typing import Any
 
 from greedy_reference import NUM_PROMPTS, Reference, greedy_params, seeded_params
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, RequestOutput, SamplingParams
 
 HARRIED: dict[str, Any] = {
     "dtype": "float32",
@@ -18,7 +18,7 @@ HARRIED: dict[str, Any] = {
     "max_model_len": 200,
     "max_num_seqs": 6,
     "max_num_batched_tokens": 24,
-    "num_gpu_blocks_override": 26,
+    "num_gpu_blocks_override": 19,
     "block_size": 8,
 }
 
@@ -27,7 +27,10 @@ def params_and_expected(reference: Reference) -> list[tuple[list[int], SamplingP
     """(prompt, params, tokens) of all requests."""
     requests = []
     for i, prompt in enumerate(reference.prompts):
-        requests.append((prompt, greedy_params(), reference.greedy[i]))
+        params = greedy_params()
+        if i % 3 == 1:
+            params.logprobs, params.prompt_logprobs = 2, 1
+        requests.append((prompt, params, reference.greedy[i]))
         requests.append((prompt, seeded_params(i), reference.seeded[i]))
         if i % 3 == 0:
             token, tokens = reference.stop[i]
@@ -42,6 +45,31 @@ def check_generate(llm: LLM, reference: Reference) -> None:
     outputs = llm.generate([r[0] for r in requests], [r[1] for r in requests], use_tqdm=False)
     for number, ((_, _, tokens), output) in enumerate(zip(requests, outputs, strict=True)):
         assert list(output.outputs[0].token_ids) == tokens, f"request {number}"
+    check_logprobs(requests, outputs, reference)
+
+
+def check_logprobs(
+    requests: list[tuple[list[int], SamplingParams, list[int]]],
+    outputs: list[RequestOutput],
+    reference: Reference,
+) -> None:
+    """Those of the prompts and of the tokens are transformers', to 1e-4, whoever was preempted in between."""
+    for (prompt, params, _), output in zip(requests, outputs, strict=True):
+        if params.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+            continue
+        i = reference.prompts.index(prompt)
+        assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        for rows, expected, k in (
+            (output.prompt_logprobs[1:], reference.prompt_logprobs[i], params.prompt_logprobs),
+            (output.outputs[0].logprobs, reference.logprobs[i], params.logprobs),
+        ):
+            assert len(rows) == len(expected)
+            for row, of_all in zip(rows, expected, strict=True):
+                assert row is not None and len(row) in (k, (k or 0) + 1)
+                assert all(abs(entry.logprob - float(of_all[t])) < 1e-4 for t, entry in row.items())
+                assert min(entry.logprob for entry in row.values()) <= float(of_all.topk(k).values[-1]) + 1e-4
 
 
 def check_with_aborts(llm: LLM, reference: Reference) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,15 +19,27 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, EngineArgs, RequestOutput, SamplingParams, StructuredOutputsParams
 from minivllm.assets.random_checkpoint import PRESETS, make_random_checkpoint
-from minivllm.config import BUNDLED_CHECKPOINT, CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from minivllm.config import (
+    BUNDLED_CHECKPOINT,
+    CacheConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.sched.output import NewRequestData
-from minivllm.core.sched.scheduler import Scheduler
+from minivllm.core.sched.output import NewRequestData, SchedulerOutput
+from minivllm.core.sched.scheduler import AsyncScheduler, Scheduler
 from minivllm.exceptions import ConfigError
 from minivllm.outputs import DraftTokenIds, ModelRunnerOutput
 from minivllm.spec_decode.metrics import SpecDecodingStats
 from minivllm.trace_store import TraceStore
-from minivllm.worker.gpu.input_batch import InputBuffers, make_input_batch, post_update
+from minivllm.worker.gpu.input_batch import (
+    InputBuffers,
+    make_input_batch,
+    post_update,
+    put_draft_tokens,
+)
 from minivllm.worker.gpu.sample.sampler import Sampler
 from minivllm.worker.gpu.spec_decode.ngram import propose_ngram
 from minivllm.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -261,7 +273,7 @@ def test_the_tokens_have_the_targets_distribution() -> None:
     first = torch.randn(vocab, generator=generator) * 1.5
     second = torch.randn(vocab, vocab, generator=generator) * 1.5
     first[4] = second[2, 1] = float("-inf")
-    states = RequestState(n, 16, CPU)
+    states = RequestState(n, 16, CPU, 2)
     sampler = Sampler(n, vocab, CPU, states, [], seed=0)
     buffers = InputBuffers(n, 3 * n, CPU)
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=8) for i in range(n)]
@@ -279,6 +291,9 @@ def test_the_tokens_have_the_targets_distribution() -> None:
     drafts = {req_id: tokens for req_id, tokens in drafts.items() if tokens}
     scheduled = {f"r{i}": 1 + len(drafts.get(f"r{i}", ())) for i in range(n)}
     with torch.inference_mode():
+        slots = torch.tensor([states.req_id_to_index[f"r{i}"] for i in range(n)])
+        table = torch.tensor([[*drafts.get(f"r{i}", []), 5, 5][:2] for i in range(n)])
+        put_draft_tokens(slots, states.num_computed_tokens.gpu[slots], states, table)
         batch = make_input_batch(scheduled, states, buffers, drafts)
         assert batch.logits_indices is not None and batch.num_draft_tokens_np is not None
         inputs = batch.input_ids[batch.logits_indices]
@@ -346,6 +361,7 @@ def test_ngram_against_its_plain_definition() -> None:
         tokens, counts = propose_ngram(table, torch.tensor([len(row) for row in rows]), least, most, k)
         for row, proposed, count in zip(rows, tokens.tolist(), counts.tolist(), strict=True):
             assert proposed[:count] == reference_ngram(row, least, most, k)
+            assert proposed[count:] == [0] * (k - count)
 
 
 # --- the scheduler
@@ -361,7 +377,9 @@ class SpeculatingModel(CountingModel):
     def __init__(self, *args: int, num_drafts: int, lookahead: int, rng: random.Random) -> None:
         super().__init__(*args)
         self.num_drafts, self.lookahead, self.rng = num_drafts, lookahead, rng
+        # Of the last step, and each request's last ones.
         self.drafts: dict[str, list[int]] = {}
+        self.known_drafts: dict[str, list[int]] = {}
         self.verified = 0
 
     def sample_tokens(self) -> ModelRunnerOutput:
@@ -372,6 +390,12 @@ class SpeculatingModel(CountingModel):
         for req_id, num_tokens in step.num_scheduled_tokens.items():
             slot = self.slots[req_id]
             drafts = step.scheduled_spec_decode_tokens.get(req_id, [])
+            own = self.known_drafts.get(req_id, [])
+            if drafts and drafts[0] < 0:
+                assert set(drafts) == {-1}
+                # Fewer were proposed than the scheduler takes them for.
+                drafts = (own + [0] * len(drafts))[: len(drafts)]
+            assert drafts == own[: len(drafts)] or drafts[len(own) :] == [0] * (len(drafts) - len(own))
             self.verified += len(drafts)
             tokens = slot.tokens + drafts
             end = slot.computed + num_tokens
@@ -397,7 +421,7 @@ class SpeculatingModel(CountingModel):
                         break
                     stand += 1
                 slot.tokens += sampled
-                self.drafts[req_id] = self._propose(slot.tokens)
+                self.known_drafts[req_id] = self.drafts[req_id] = self._propose(slot.tokens)
             slot.computed = end - (len(drafts) - max(len(sampled) - 1, 0))
             output.sampled_token_ids.append(sampled)
         return output
@@ -417,24 +441,36 @@ class SpeculatingModel(CountingModel):
     method=st.sampled_from(["ngram", "draft_model"]),
     num_blocks=st.integers(13, 40),
     budget=st.integers(3, 24),
+    asynchronous=st.booleans(),
+    stages=st.integers(1, 3),
 )
 def test_any_drafts_leave_the_tokens_and_the_books_alone(
-    seed: int, num_drafts: int, method: str, num_blocks: int, budget: int
+    seed: int,
+    num_drafts: int,
+    method: str,
+    num_blocks: int,
+    budget: int,
+    asynchronous: bool,
+    stages: int,
 ) -> None:
-    """Arrivals, aborts, chunks, preemption; drafts right, wrong, cut by budget, by max_tokens, and by stop tokens."""
+    """Arrivals, aborts, chunks, preemption; drafts right, wrong, cut by budget, by max_tokens, and by stop tokens;
+    results that arrive when later steps have been scheduled."""
     rng = random.Random(seed)
     vocab, block_size, max_num_seqs = 50, rng.choice([1, 2, 4]), 3
     speculative = SpeculativeConfig(method, num_drafts)
     config = VllmConfig(
         cache_config=CacheConfig(block_size=block_size),
+        parallel_config=ParallelConfig(pipeline_parallel_size=stages),
         scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
         speculative_config=speculative,
     )
-    scheduler = Scheduler(config, num_blocks)
+    scheduler = (AsyncScheduler if asynchronous else Scheduler)(config, num_blocks)
+    in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, DraftTokenIds]] = deque()
     model = SpeculatingModel(
         vocab, block_size, num_blocks, max_num_seqs, budget,
         num_drafts=num_drafts, lookahead=speculative.num_lookahead_tokens, rng=rng,
     )  # fmt: skip
+    model.scheduler_runs_ahead = asynchronous
     room = (num_blocks - 1) * block_size + 1
     got: dict[str, list[int]] = {}
     wanted: dict[str, list[int]] = {}
@@ -453,37 +489,41 @@ def test_any_drafts_leave_the_tokens_and_the_books_alone(
             got[req_id], wanted[req_id] = [], expected_tokens(prompt, params, vocab, frozenset({7}), 10_000)
         elif got and rng.random() < 0.02:
             ended.update(scheduler.finish_requests([rng.choice(list(got))], RequestStatus.FINISHED_ABORTED))
-        if not scheduler.has_requests():
+        if not scheduler.has_requests() and not in_flight:
             if len(wanted) == 6:
                 break
             continue
         step = scheduler.schedule()
         if model.execute_model(step) is None:
-            for output in scheduler.update_from_output(step, model.sample_tokens()):
+            result = model.sample_tokens()
+            in_flight.append((step, result, DraftTokenIds(list(model.drafts), list(model.drafts.values()))))
+        if in_flight and (len(in_flight) >= stages + asynchronous or not step.num_scheduled_tokens):
+            step, result, drafts = in_flight.popleft()
+            for output in scheduler.update_from_output(step, result):
                 got[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
                     assert got[output.request_id] == wanted[output.request_id]
-            scheduler.update_draft_token_ids(DraftTokenIds(list(model.drafts), list(model.drafts.values())))
+            scheduler.update_draft_token_ids(drafts)
         scheduler.check_invariants()
         assert now < 2990, "the scheduler makes no progress"
     for req_id, tokens in got.items():
         assert tokens == wanted[req_id] or (req_id in ended and tokens == wanted[req_id][: len(tokens)])
     assert scheduler.spec_decoding_stats is not None
-    assert scheduler.spec_decoding_stats.num_draft_tokens == model.verified
+    # Those of a request that ended or was aborted meanwhile are not counted.
+    counted = scheduler.spec_decoding_stats.num_draft_tokens
+    assert counted <= model.verified and (asynchronous or stages > 1 or counted == model.verified)
 
 
 # --- what is refused
 
 
-def test_combinations_are_refused_by_name_before_any_process_starts(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_not_valid_is_refused_by_name_before_any_process_starts(tmp_path: Path) -> None:
     other = make_random_checkpoint(tmp_path / "small", **PRESETS["qwen3-gqa1"])
     config_file = other / "config.json"
     config = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(config | {"vocab_size": 1000}))
     good = NGRAM
     for kwargs, text in (
-        ({"speculative_config": good, "pipeline_parallel_size": 2}, "pipeline_parallel_size above 1"),
-        ({"speculative_config": good, "async_scheduling": True}, "async_scheduling"),
         ({"speculative_config": "ngram"}, "a dict with method"),
         ({"speculative_config": good | {"prompt_lookup": 3}}, "'prompt_lookup' is not known"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "method=None is not supported; use 'ngram' or"),
@@ -500,11 +540,6 @@ def test_combinations_are_refused_by_name_before_any_process_starts(tmp_path: Pa
         with pytest.raises(ConfigError) as caught:
             EngineArgs.from_kwargs(**kwargs).create_engine_config()
         assert text in str(caught.value)
-    monkeypatch.setenv("MINIVLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(
-        ConfigError, match="V1 model runner does not support speculative method 'draft_model'"
-    ):
-        EngineArgs.from_kwargs(speculative_config=SAME).create_engine_config()
 
 
 def test_lookup_bounds_that_are_left_out() -> None:

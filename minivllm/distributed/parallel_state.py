@@ -15,7 +15,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -284,6 +284,9 @@ class GroupCoordinator:
         dist.destroy_process_group(self.device_group)
         if self.cpu_group is not self.device_group:
             dist.destroy_process_group(self.cpu_group)
+        # A group's threads and sockets live as long as its object, and this one refers to itself by its methods: without
+        # this they would be there until the next garbage collection.
+        del self.device_group, self.cpu_group, self.broadcast_group, self._all_reduce, self._all_gather
 
     def _torch_all_reduce(self, input_: Tensor) -> Tensor:
         dist.all_reduce(input_, group=self.device_group)
@@ -422,6 +425,21 @@ def destroy_distributed_environment() -> None:
         _WORLD = None
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class PipelineStage(NamedTuple):
+    """Which part of a model is built: all of it when there is one stage, as of a draft model on the last rank."""
+
+    rank: int
+    num_stages: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.num_stages - 1
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 
 from minivllm import tracing
 from minivllm.config import ModelConfig, VllmConfig
+from minivllm.distributed.parallel_state import PipelineStage, get_pp_group
 from minivllm.exceptions import ConfigError
 from minivllm.model_executor.layers.layer import Layer
 from minivllm.model_executor.model_loader.weight_utils import ReadStatistics, SafetensorsCheckpoint
@@ -36,8 +37,11 @@ class DefaultModelLoader:
         model_config = vllm_config.model_config
         assert model_config is not None
         with tracing.span("model.initialize", architecture=model_config.architecture) as s:
+            stage = PipelineStage(0, 1)
+            if vllm_config.parallel_config.pipeline_parallel_size > 1:
+                stage = PipelineStage(get_pp_group().rank_in_group, get_pp_group().world_size)
             model = resolve_model_cls(model_config.architecture)(
-                model_config, DTYPES[model_config.dtype], device
+                model_config, DTYPES[model_config.dtype], device, stage
             )
             parameters = list(model.parameters())
             s.set(

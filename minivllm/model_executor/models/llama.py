@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
-from minivllm.distributed.parallel_state import get_pp_group, get_pp_indices, get_tp_group
+from minivllm.distributed.parallel_state import PipelineStage, get_pp_indices, get_tp_group
 from minivllm.model_executor.layers.activation import SiluAndMul
 from minivllm.model_executor.layers.attention import Attention
 from minivllm.model_executor.layers.layer import Layer
@@ -116,17 +116,17 @@ class LlamaModel(Layer):
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
+        stage: PipelineStage,
         layer_cls: type[LlamaDecoderLayer],
     ) -> None:
         super().__init__()
         assert config.max_model_len is not None
-        pp = get_pp_group()
-        self.is_last_stage = pp.is_last_rank
+        self.stage = stage
         self.start_layer, self.end_layer = get_pp_indices(
-            config.num_hidden_layers, pp.rank_in_group, pp.world_size
+            config.num_hidden_layers, stage.rank, stage.num_stages
         )
         # With tied weights the embedding is the output head as well.
-        if pp.is_first_rank or (pp.is_last_rank and config.tie_word_embeddings):
+        if stage.is_first or (stage.is_last and config.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleDict(
             {
@@ -134,7 +134,7 @@ class LlamaModel(Layer):
                 for i in range(self.start_layer, self.end_layer)
             }
         )
-        if pp.is_last_rank:
+        if stage.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.max_model_len, config.rope_theta, dtype, device
@@ -153,7 +153,7 @@ class LlamaModel(Layer):
         cos, sin = self.rotary_emb.get_cos_sin(positions)
         for layer in self.layer_list:
             x, residual = layer(x, residual, cos, sin, self.rotary_emb)
-        if not self.is_last_stage:
+        if not self.stage.is_last:
             assert residual is not None
             return IntermediateTensors({"hidden_states": x, "residual": residual})
         y: Tensor = self.norm(x, residual)[0]
@@ -169,12 +169,14 @@ class LlamaForCausalLM(CausalLM):
     }
     layer_cls: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, stage: PipelineStage
+    ) -> None:
         super().__init__()
         self.hidden_size, self.dtype, self.device = config.hidden_size, dtype, device
         self.num_hidden_layers = config.num_hidden_layers
-        self.model = LlamaModel(config, dtype, device, self.layer_cls)
-        if self.model.is_last_stage:
+        self.model = LlamaModel(config, dtype, device, stage, self.layer_cls)
+        if stage.is_last:
             self.lm_head: VocabParallelEmbedding
             if config.tie_word_embeddings:
                 self.lm_head = self.model.embed_tokens
@@ -203,8 +205,9 @@ class LlamaForCausalLM(CausalLM):
 
     def is_pp_missing_parameter(self, name: str) -> bool:
         if not name.startswith("model.layers."):
-            whole = get_pp_group().world_size == 1
-            return not whole and name.startswith(("model.embed_tokens.", "model.norm.", "lm_head."))
+            return self.model.stage.num_stages > 1 and name.startswith(
+                ("model.embed_tokens.", "model.norm.", "lm_head.")
+            )
         number = name.split(".")[2]
         if not number.isdecimal() or int(number) >= self.num_hidden_layers:
             return False

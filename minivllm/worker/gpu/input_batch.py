@@ -82,7 +82,8 @@ def make_input_batch(
 
     Args:
         num_scheduled_tokens: request → number of tokens, not empty.
-        draft_tokens: request → the last of them, which are to be verified.
+        draft_tokens: request → the last of them, which are to be verified. Only their number matters: they stand where
+            put_draft_tokens has put them.
     """
     device, num_reqs = buffers.device, len(num_scheduled_tokens)
     num_tokens_np = np.fromiter(num_scheduled_tokens.values(), np.int64, num_reqs)
@@ -121,8 +122,8 @@ def make_input_batch(
         torch.add(starts, query_start_loc[1:], out=seq_lens)
         logits_indices = query_start_loc[1:] - 1
         if draft_tokens:
-            num_draft_tokens_np, logits_indices = combine_sampled_and_draft_tokens(
-                req_ids, draft_tokens, query_start_loc_np, states, device
+            num_draft_tokens_np, logits_indices = find_draft_tokens(
+                req_ids, draft_tokens, query_start_loc_np, device
             )
     if least_beyond_prefill > 0 and num_draft_tokens_np is None:
         # Nobody prefills: the inputs are the tokens sampled last, which the CPU need not know.
@@ -151,26 +152,16 @@ def make_input_batch(
     )
 
 
-def combine_sampled_and_draft_tokens(
+def find_draft_tokens(
     req_ids: list[str],
     draft_tokens: dict[str, list[int]],
     query_start_loc_np: np.ndarray,
-    states: RequestState,
     device: torch.device,
 ) -> tuple[np.ndarray, Tensor]:
-    """Put drafts behind the tokens that stand, where inputs are read from; those that are accepted are in place then.
-
-    Returns:
-        `[num_reqs]` number of drafts, and `[num_logits]` logits_indices.
-    """
-    num_drafts_np = np.zeros(len(req_ids), dtype=np.int64)
-    for row, req_id in enumerate(req_ids):
-        drafts = draft_tokens.get(req_id)
-        if drafts:
-            num_drafts_np[row] = len(drafts)
-            slot = states.req_id_to_index[req_id]
-            states.all_token_ids.stage_write(slot, int(states.num_computed_tokens_np[slot]) + 1, drafts)
-    states.all_token_ids.apply_write()
+    """`[num_reqs]` number of drafts, and `[num_logits]` logits_indices, of a batch in which there are any."""
+    num_drafts_np = np.fromiter(
+        (len(draft_tokens.get(req_id, ())) for req_id in req_ids), np.int64, len(req_ids)
+    )
     ends = query_start_loc_np[1:]
     indices = [np.arange(end - 1 - n, end) for end, n in zip(ends, num_drafts_np, strict=True)]
     return num_drafts_np, async_copy_to_gpu(np.concatenate(indices), device)
@@ -208,3 +199,18 @@ def post_update_tokens(
     states.last_sampled_tokens.index_copy_(0, slots, sampled_token_ids)
     entry = torch.add(seq_lens, slots, alpha=states.all_token_ids.row_size)
     states.all_token_ids.flat.index_copy_(0, entry, sampled_token_ids.to(torch.int32))
+
+
+def put_draft_tokens(slots: Tensor, seq_lens: Tensor, states: RequestState, draft_tokens: Tensor) -> None:
+    """Write what is proposed behind the tokens that stand, where inputs are read from; accepted drafts are in place then.
+
+    Deviation from vLLM: drafts have a table of their own there (RequestState.draft_tokens), from which each step copies
+    them. Here too they never leave the device, and a step needs to be told only how many it verifies.
+
+    Args:
+        slots, seq_lens: `[n]` and the number of tokens computed; the token sampled last is at that position.
+        draft_tokens: `[n, num_speculative_tokens]`.
+    """
+    position = torch.add(seq_lens + 1, slots, alpha=states.all_token_ids.row_size).view(-1, 1)
+    entry = position + torch.arange(draft_tokens.shape[1], device=slots.device)
+    states.all_token_ids.flat.index_copy_(0, entry.view(-1), draft_tokens.reshape(-1).to(torch.int32))

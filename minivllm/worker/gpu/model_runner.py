@@ -83,13 +83,17 @@ class GPUModelRunner:
         self.pp_rank = pp_group.rank_in_group
         self.pp_handler: PPHandler | None = None
         if pp_group.world_size > 1:
-            self.pp_handler = PPHandler(pp_group, self.max_num_reqs, device)
+            self.pp_handler = PPHandler(
+                pp_group, self.max_num_reqs, vllm_config.num_speculative_tokens, device
+            )
         # Where the hidden states of the stage before arrive; None on the first stage.
         self.intermediate_tensors: IntermediateTensors | None = None
         with tracing.span(
             "runner.init", max_num_reqs=self.max_num_reqs, max_num_tokens=self.max_num_tokens
         ) as s:
-            self.req_states = RequestState(self.max_num_reqs, self.max_model_len, device)
+            self.req_states = RequestState(
+                self.max_num_reqs, self.max_model_len, device, vllm_config.num_speculative_tokens
+            )
             self.input_buffers = InputBuffers(self.max_num_reqs, self.max_num_tokens, device)
             s.set(
                 max_model_len=self.max_model_len,
@@ -322,9 +326,9 @@ class GPUModelRunner:
                 post_update_num_computed_tokens(batch, self.req_states)
                 return None
             sampler_output = self.sample(hidden_states, batch, grammar_output)
-            if self.pp_handler is not None:
+            if self.pp_handler is not None and self.speculator is None:
                 # First of all: other stages may be waiting for it.
-                self.pp_handler.broadcast(batch, sampler_output.sampled_token_ids)
+                self.pp_handler.broadcast(batch, sampler_output)
             prompt_logprobs = self.prompt_logprobs_worker.compute_prompt_logprobs(
                 self._model.compute_logits, hidden_states, batch, self.req_states
             )
@@ -341,7 +345,9 @@ class GPUModelRunner:
                     batch, self.req_states, sampler_output.sampled_token_ids, sampler_output.num_rejected
                 )
             if self.speculator is not None:
-                self.speculator.run(batch, sampler_output)
+                draft_tokens = self.speculator.run(batch, sampler_output)
+                if self.pp_handler is not None:
+                    self.pp_handler.broadcast(batch, sampler_output, draft_tokens)
             if tracing.active:
                 step.set(sampled=int(batch.is_sampled_np.sum()))
         return output

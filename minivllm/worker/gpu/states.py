@@ -19,22 +19,27 @@ class RequestState:
     """The slots.
 
     Attributes:
-        all_token_ids: `[max_num_reqs, max_model_len + 1]` prompt and output; the last column takes the token that is
-            sampled when the model's length is reached.
+        all_token_ids: `[max_num_reqs, max_model_len + 1 + num_speculative_tokens]` prompt, output, and behind them what is
+            proposed to come next; one column takes the token that is sampled when the model's length is reached.
         prompt_len: tokens of the user's prompt.
         prefill_len: tokens to compute before the next one can be sampled; more than prompt_len after a preemption.
         num_computed_tokens: tokens whose keys and values are in the cache; advanced on the device after each step.
-        num_computed_tokens_np: the scheduler's view of it, which may run ahead of the device.
+        num_computed_tokens_np: the scheduler's view of it, which may run ahead of the device, and takes drafts in flight
+            for accepted: an upper bound. It is exact while a request computes its prompt.
         last_sampled_tokens: `[max_num_reqs]` the next input of a request that decodes.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_model_len: int, device: torch.device, num_speculative_tokens: int = 0
+    ) -> None:
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self.req_id_to_index: dict[str, int] = {}
         # Popped from the end: low slots first.
         self.free_indices = list(range(max_num_reqs - 1, -1, -1))
-        self.all_token_ids = StagedWriteTensor((max_num_reqs, max_model_len + 1), torch.int32, device)
+        self.all_token_ids = StagedWriteTensor(
+            (max_num_reqs, max_model_len + 1 + num_speculative_tokens), torch.int32, device
+        )
         self.prompt_len = UvaBackedTensor(max_num_reqs, torch.int32, device)
         self.prefill_len = UvaBackedTensor(max_num_reqs, torch.int32, device)
         self.num_computed_tokens = StagedWriteTensor(max_num_reqs, torch.int64, device)

@@ -7,6 +7,7 @@ Articles: part 1 §8.2
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minivllm.sampling_params import SamplingParams
@@ -40,29 +41,35 @@ class LogitBiasState:
             self.stop_token_ids[slot] = np.array([t for t in stop if 0 <= t < self.vocab_size], np.int64)
         return bool(bias) or params.min_tokens > 0
 
-    def apply_logit_bias(self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray) -> None:
+    def apply_logit_bias(self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, lens: Tensor) -> None:
         """Change the logits of the given rows in place.
 
         Args:
             logits: `[num_reqs, vocab_size]`.
-            rows, slots, lens: `[n]` rows that use this, their slots, and the number of tokens they have so far.
+            rows, slots: `[n]` rows that use this, and their slots.
+            lens: `[n]` the number of tokens they have so far; on the device, since nobody else may know it.
         """
-        where: list[tuple[int, np.ndarray]] = []
-        values: list[np.ndarray] = []
-        for row, slot, length in zip(rows.tolist(), slots.tolist(), lens.tolist(), strict=True):
-            if slot in self.bias:
-                tokens, bias = self.bias[slot]
-                where.append((row, tokens))
-                values.append(bias)
-            if slot in self.stop_token_ids and length < self.min_lens[slot]:
-                tokens = self.stop_token_ids[slot]
-                where.append((row, tokens))
-                values.append(np.full(len(tokens), -np.inf, np.float32))
-        if not where:
-            return
-        entry = np.concatenate([tokens + row * logits.shape[-1] for row, tokens in where])
-        logits.view(-1).index_add_(
-            0,
-            async_copy_to_gpu(entry, logits.device),
-            async_copy_to_gpu(np.concatenate(values), logits.device),
-        )
+        device, vocab_size = logits.device, logits.shape[-1]
+        biases = [
+            (row, *self.bias[slot])
+            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)
+            if slot in self.bias
+        ]
+        if biases:
+            entry = np.concatenate([tokens + row * vocab_size for row, tokens, _ in biases])
+            values = np.concatenate([bias for _, _, bias in biases])
+            logits.view(-1).index_add_(0, async_copy_to_gpu(entry, device), async_copy_to_gpu(values, device))
+        stops = [
+            (i, int(rows[i]), self.stop_token_ids[slot])
+            for i, slot in enumerate(slots.tolist())
+            if slot in self.stop_token_ids
+        ]
+        if stops:
+            entry = np.concatenate([tokens + row * vocab_size for _, row, tokens in stops])
+            each = np.concatenate([np.full(len(tokens), i) for i, _, tokens in stops])
+            too_short = lens < async_copy_to_gpu(self.min_lens[slots], device)
+            penalty = torch.zeros(len(slots), dtype=logits.dtype, device=device)
+            penalty.masked_fill_(too_short, float("-inf"))
+            logits.view(-1).index_add_(
+                0, async_copy_to_gpu(entry, device), penalty.index_select(0, async_copy_to_gpu(each, device))
+            )

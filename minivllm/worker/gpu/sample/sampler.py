@@ -109,12 +109,13 @@ class Sampler:
             row_needs: `[n]` flags.
             drafts: tokens that penalties count although they may not stand; pairs of row and token.
         """
-        slots_np, lens = batch.idx_mapping_np, batch.seq_lens_np
+        slots_np = batch.idx_mapping_np
         needs = int(np.bitwise_or.reduce(row_needs))
         raw_logits = logits.clone() if needs & LOGPROBS and needs != LOGPROBS else logits
         if needs & LOGIT_BIAS:
             rows = np.flatnonzero(row_needs & LOGIT_BIAS)
-            self.logit_bias_state.apply_logit_bias(logits, rows, slots_np[rows], lens[rows])
+            lens = batch.seq_lens.index_select(0, async_copy_to_gpu(rows, self.device))
+            self.logit_bias_state.apply_logit_bias(logits, rows, slots_np[rows], lens)
         if needs & PENALTIES:
             rows = np.flatnonzero(row_needs & PENALTIES)
             rows_gpu = async_copy_to_gpu(rows, self.device)
@@ -123,7 +124,8 @@ class Sampler:
             )
         if needs & BAD_WORDS:
             rows = np.flatnonzero(row_needs & BAD_WORDS)
-            self.bad_words_state.apply_bad_words(logits, rows, slots_np[rows], lens[rows])
+            lens = batch.seq_lens.index_select(0, async_copy_to_gpu(rows, self.device))
+            self.bad_words_state.apply_bad_words(logits, rows, slots_np[rows], lens)
         if needs & RANDOM:
             return raw_logits, self.sampling_states.sample(
                 logits, batch.idx_mapping, slots_np, batch.seq_lens

@@ -7,8 +7,6 @@ Articles: part 2 §2.3.6
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,7 +33,8 @@ class DraftModelSpeculator(Speculator):
     """Runs a draft model as many times as it proposes tokens.
 
     Its keys and values lie in a cache of its own, at the places where the target's lie in theirs, so that the
-    scheduler's blocks serve both. Divided among the ranks like the target.
+    scheduler's blocks serve both. It is on the last pipeline stage only, and whole; the stage's ranks divide it as they
+    divide the target.
 
     Invariant: before a proposal the draft model's cache holds all tokens of a request but the last two. Prompts are
     computed beside the target's; proposing d1 to dk writes the token before d1, then d1 to d(k-1). When all are
@@ -51,15 +50,11 @@ class DraftModelSpeculator(Speculator):
         sampling_states: SamplingStates,
         device: torch.device,
     ) -> None:
-        super().__init__()
         config = vllm_config.speculative_config
         assert config is not None and config.draft_model_config is not None
+        super().__init__(config.num_speculative_tokens, req_states)
         model_config = config.draft_model_config
-        self.num_speculative_tokens = config.num_speculative_tokens
-        self.vllm_config = dataclasses.replace(
-            vllm_config, model_config=model_config, speculative_config=None
-        )
-        self.req_states = req_states
+        self.vllm_config = config.make_draft_vllm_config(vllm_config)
         self.sampling_states = sampling_states
         self.device = device
         self.dtype = DTYPES[model_config.dtype]
@@ -128,7 +123,6 @@ class DraftModelSpeculator(Speculator):
     def _forward(self, tokens: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         with set_forward_context(metadata):
             hidden_states = self.model.forward(tokens, positions)
-        # One pipeline stage is all there is.
         assert isinstance(hidden_states, Tensor)
         return hidden_states
 

@@ -21,11 +21,9 @@ class NgramSpeculator(Speculator):
     method = "ngram"
 
     def __init__(self, config: SpeculativeConfig, req_states: RequestState) -> None:
-        super().__init__()
-        self.num_speculative_tokens = config.num_speculative_tokens
+        super().__init__(config.num_speculative_tokens, req_states)
         self.max_ngram = config.prompt_lookup_max
         self.min_ngram = config.prompt_lookup_min
-        self.req_states = req_states
 
     def propose(self, batch: InputBatch) -> tuple[Tensor, Tensor]:
         states, slots = self.req_states, batch.idx_mapping
@@ -49,7 +47,7 @@ def propose_ngram(
         lens: `[n]` tokens of each row.
 
     Returns:
-        `[n, num_tokens]` tokens, and how many of each row count, `[n]`.
+        `[n, num_tokens]` tokens, and how many of each row count, `[n]`; 0 stands behind them.
     """
     n, longest = tokens.shape
     position = torch.arange(longest, device=tokens.device)
@@ -68,4 +66,5 @@ def propose_ngram(
     best, end = score.max(dim=1, keepdim=True)
     follows = end + 1 + torch.arange(num_tokens, device=tokens.device)
     counts = torch.where(best >= 0, (last - end).clamp(max=num_tokens), 0).view(-1)
-    return tokens.gather(1, follows.clamp(max=longest - 1)), counts
+    found = tokens.gather(1, follows.clamp(max=longest - 1))
+    return found.masked_fill(follows > end + counts.view(-1, 1), 0), counts
