@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from minivllm.config import BUNDLED_CHECKPOINT, ModelConfig, VllmConfig, model_runner_decision
+from minivllm.config import (
+    BUNDLED_CHECKPOINT,
+    ModelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    model_runner_decision,
+)
 from minivllm.config.model_runner_decision import (
     DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES,
     NEXT,
@@ -165,24 +171,37 @@ DRAFT_MODEL = {"model": str(BUNDLED_CHECKPOINT), "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
 
+@pytest.mark.parametrize("speculative", [DRAFT_MODEL, NGRAM], ids=["draft", "ngram"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_both_runners_speculate(
+    speculative: dict[str, Any], asynchronous: bool, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is scheduled, and over however many stages; so that something V2 lacks leads to V1."""
+    args = EngineArgs(
+        device="cpu",
+        speculative_config=speculative,
+        async_scheduling=asynchronous,
+        pipeline_parallel_size=stages,
+    )
+    assert answers(args.create_engine_config()) == [NEXT, NEXT, NEXT, NEXT, V2, V2]
+    args.logprobs_mode = "raw_logits"
+    assert answers(args.create_engine_config()) == [NEXT, NEXT, NEXT, NEXT, V1, V1]
+    args.logprobs_mode = "raw_logprobs"
+    for value in ("0", "1"):
+        monkeypatch.setenv(VARIABLE, value)
+        assert args.create_engine_config().use_v2_model_runner == (value == "1")
+
+
 def test_a_method_that_only_v2_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft model leads to V2, by the second stage; a forced V1 refuses it. n-grams are for both."""
-    config = EngineArgs(device="cpu", speculative_config=DRAFT_MODEL).create_engine_config()
+    """vLLM's, which leads to V2 by the second stage; a forced V1 refuses it."""
+    config = VllmConfig(ModelConfig(), speculative_config=SpeculativeConfig("dspark", 2))
     assert answers(config) == [NEXT, V2, NOT_ASKED, NOT_ASKED, NOT_ASKED, V2]
-    ngram = EngineArgs(device="cpu", speculative_config=NGRAM).create_engine_config()
-    assert answers(ngram) == [NEXT, NEXT, NEXT, NEXT, V2, V2]
-    with pytest.raises(
-        ConfigError, match=r"only V2 has speculative method 'draft_model', but .*'raw_logits'"
-    ):
-        EngineArgs(
-            device="cpu", speculative_config=DRAFT_MODEL, logprobs_mode="raw_logits"
-        ).create_engine_config()
+    with pytest.raises(ConfigError, match=r"only V2 has speculative method 'dspark', but .*'raw_logits'"):
+        VllmConfig(ModelConfig(logprobs_mode="raw_logits"), speculative_config=SpeculativeConfig("dspark", 2))
     monkeypatch.setenv(VARIABLE, "0")
-    with pytest.raises(
-        ConfigError, match="V1 model runner does not support speculative method 'draft_model'"
-    ):
-        EngineArgs(device="cpu", speculative_config=DRAFT_MODEL).create_engine_config()
-    assert not EngineArgs(device="cpu", speculative_config=NGRAM).create_engine_config().use_v2_model_runner
+    with pytest.raises(ConfigError, match="V1 model runner does not support speculative method 'dspark'"):
+        VllmConfig(ModelConfig(), speculative_config=SpeculativeConfig("dspark", 2))
 
 
 def test_what_neither_has_is_refused() -> None:

@@ -540,7 +540,9 @@ class Model:
         prompt = [rng.randrange(50) for _ in range(rng.randint(1, 20))]
         output = [rng.randrange(50) for _ in range(rng.randint(0, 5))]
         blocks = [rng.randrange(1, 99) for _ in range(rng.randint(1, 8))]
-        return CachedRequestState(f"r{self.next_id}", prompt, params, self.next_id, blocks, 0, output)
+        return CachedRequestState(
+            f"r{self.next_id}", prompt, params, self.next_id, blocks, 0, output, len(prompt)
+        )
 
     def step(self) -> None:
         """What _update_states does: some leave, some come, some grow; condense, reorder, refresh."""

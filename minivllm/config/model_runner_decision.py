@@ -27,7 +27,8 @@ DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES: Final = frozenset(
     {"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"}
 )
 
-V2_ONLY_METHODS: Final = frozenset({"draft_model"})
+# Likewise: a way to speculate that minivllm does not have.
+V2_ONLY_METHODS: Final = frozenset({"dspark"})
 
 V1: Final = "V1"
 V2: Final = "V2"
@@ -195,10 +196,8 @@ def why_no_default_v2_model(model_config: ModelConfig) -> str | None:
 
 
 def get_v2_only_features(config: VllmConfig) -> list[str]:
-    """Features in use that only V2 has. In vLLM: speculative method "dspark", and diffusion models.
-
-    Deviation from vLLM: V1 has draft models there, and V2 has no n-grams. Here both look for n-grams, and only V2 asks a
-    draft model, since a second model with a cache of its own is more than V1 has to show.
+    """Features in use that only V2 has. In vLLM: speculative method "dspark", and diffusion models. Neither exists here, so
+    that this stage never decides; it is the place where such a feature would.
     """
     speculative_config = config.speculative_config
     if speculative_config is not None and speculative_config.method in V2_ONLY_METHODS:
@@ -220,7 +219,10 @@ def get_v1_unsupported_features(config: VllmConfig) -> list[str]:
 
 
 def get_v2_unsupported_features(config: VllmConfig) -> list[str]:
-    """Features in use that V2 lacks, of those that minivllm has at all; vLLM's list has sixteen entries."""
+    """Features in use that V2 lacks, of those that minivllm has at all; vLLM's list has sixteen entries.
+
+    Deviation from vLLM: n-grams and draft models are on that list there, as only V1 has them. Here both runners have both.
+    """
     unsupported: list[str] = []
     model_config = config.model_config
     if model_config is not None and model_config.logits_processors:

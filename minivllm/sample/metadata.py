@@ -50,12 +50,16 @@ class SamplingMetadata:
         Args:
             drafts: `[num_reqs]`.
         """
-        rows = [row for row, tokens in enumerate(drafts) for _ in range(len(tokens) + 1)]
-        output_token_ids = [
+        picked = self.pick([row for row, tokens in enumerate(drafts) for _ in range(len(tokens) + 1)])
+        picked.output_token_ids = [
             output + tokens[:n] if n else output
             for output, tokens in zip(self.output_token_ids, drafts, strict=True)
             for n in range(len(tokens) + 1)
         ]
+        return picked
+
+    def pick(self, rows: list[int]) -> SamplingMetadata:
+        """The given rows, in that order."""
 
         def pick(table: Tensor | None) -> Tensor | None:
             return None if table is None else table.index_select(0, torch.tensor(rows).to(table.device))
@@ -71,7 +75,7 @@ class SamplingMetadata:
             presence_penalties=pick(self.presence_penalties),
             frequency_penalties=pick(self.frequency_penalties),
             prompt_mask=pick(self.prompt_mask),
-            output_token_ids=output_token_ids,
+            output_token_ids=[self.output_token_ids[row] for row in rows],
             logit_bias={i: self.logit_bias[row] for i, row in enumerate(rows) if row in self.logit_bias},
             min_tokens={i: self.min_tokens[row] for i, row in enumerate(rows) if row in self.min_tokens},
             bad_words_token_ids={

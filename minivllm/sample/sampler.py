@@ -46,24 +46,44 @@ class Sampler:
         num_logprobs = metadata.max_num_logprobs
         raw = logits.clone() if num_logprobs is not None and self.reports_raw else None
         logits = self.apply_logits_processors(logits, metadata, processors)
-        if metadata.temperature is None:
-            sampled = logits.argmax(dim=-1)
-        else:
-            temperature, seeds = metadata.temperature, metadata.seeds
-            assert seeds is not None
-            logits.div_(torch.where(temperature > 0, temperature, 1).view(-1, 1))
-            for processor in processors:
-                if processor.is_argmax_invariant():
-                    logits = processor.apply(logits)
-            if metadata.min_p is not None:
-                apply_min_p(logits, metadata.min_p)
-            apply_top_k_top_p(logits, metadata.top_k, metadata.top_p, metadata.max_top_k)
-            # The noise goes into the logits; what is reported must stay without.
-            noisy = logits.clone() if num_logprobs is not None and raw is None else logits
-            sampled = gumbel_sample(noisy, temperature, seeds, positions)
+        if metadata.temperature is not None:
+            logits = self.limit(logits, metadata, metadata.temperature, processors)
+        # Noise goes into the logits; what is reported must stay without.
+        noisy = logits.clone() if num_logprobs is not None and raw is None else logits
+        sampled = self.choose(noisy, metadata, positions)
         if num_logprobs is None:
             return sampled, None
         return sampled, self.gather_logprobs(logits if raw is None else raw, num_logprobs, sampled)
+
+    def draw(self, logits: Tensor, metadata: SamplingMetadata, positions: Tensor) -> Tensor:
+        """A token for each row, `[num_reqs]`, without regard to what the row has seen: for a draft model."""
+        if metadata.temperature is not None:
+            logits = self.limit(logits, metadata, metadata.temperature, [])
+        return self.choose(logits, metadata, positions)
+
+    def limit(
+        self,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+        temperature: Tensor,
+        processors: list[LogitsProcessor],
+    ) -> Tensor:
+        """What makes a choice more or less random, and never changes which token is the most likely."""
+        logits.div_(torch.where(temperature > 0, temperature, 1).view(-1, 1))
+        for processor in processors:
+            if processor.is_argmax_invariant():
+                logits = processor.apply(logits)
+        if metadata.min_p is not None:
+            apply_min_p(logits, metadata.min_p)
+        apply_top_k_top_p(logits, metadata.top_k, metadata.top_p, metadata.max_top_k)
+        return logits
+
+    def choose(self, logits: Tensor, metadata: SamplingMetadata, positions: Tensor) -> Tensor:
+        """The most likely token of each row, or one at random; overwrites the logits."""
+        if metadata.temperature is None:
+            return logits.argmax(dim=-1)
+        assert metadata.seeds is not None
+        return gumbel_sample(logits, metadata.temperature, metadata.seeds, positions)
 
     def apply_logits_processors(
         self, logits: Tensor, metadata: SamplingMetadata, processors: list[LogitsProcessor]

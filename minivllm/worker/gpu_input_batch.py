@@ -14,7 +14,7 @@ V2 separates the two: a request has a slot that it keeps (worker/gpu/states.py),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,10 @@ class CachedRequestState:
     step loses its row and gets another one later, filled from here. In V2 the slot is the only place.
 
     Attributes:
+        prefill_len: tokens to compute before the next one can be sampled.
+        num_computed_tokens: before the present step.
         output_token_ids: grows with each token; the batch's row holds the same list.
+        spec_token_ids: what was proposed last to come next.
         prompt_logprobs: rows computed so far; None when none are asked for, or all are out.
     """
 
@@ -53,6 +56,8 @@ class CachedRequestState:
     block_ids: list[int]
     num_computed_tokens: int
     output_token_ids: list[int]
+    prefill_len: int
+    spec_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[LogprobsTensors] | None = None
 
     @property

@@ -25,12 +25,7 @@ from minivllm.core.sched.output import GrammarOutput, NewRequestData, SchedulerO
 from minivllm.distributed.parallel_state import Transfer, get_pp_group
 from minivllm.forward_context import set_forward_context
 from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from minivllm.model_executor.layers.attention import (
-    AttentionMetadata,
-    PrefillMetadata,
-    causal_mask,
-    page_indices,
-)
+from minivllm.model_executor.layers.attention import AttentionMetadata
 from minivllm.model_executor.model_loader import get_model_loader
 from minivllm.model_executor.model_loader.default_loader import DTYPES
 from minivllm.model_executor.models.interfaces import CausalLM
@@ -39,7 +34,9 @@ from minivllm.platforms import get_platform
 from minivllm.sample.logits_processor import build_logitsprocs
 from minivllm.sample.sampler import Sampler
 from minivllm.sequence import IntermediateTensors
+from minivllm.spec_decode.draft_model import DraftModelProposer
 from minivllm.tracing.spans import NULL as NO_SPAN
+from minivllm.worker.attn_metadata import AttentionMetadataBuilder
 from minivllm.worker.block_table import NULL_BLOCK
 from minivllm.worker.gpu.attn_utils import build_dummy_attn_metadata, get_kv_cache_spec, init_kv_cache
 from minivllm.worker.gpu.sample.gumbel import gumbel_sample
@@ -59,7 +56,7 @@ class ExecuteModelState(NamedTuple):
     """What sample_tokens needs of the execute_model before it; hidden states and logits on the last stage only.
 
     Logits are `[num_logits, vocab_size]`: for each row one, and one more for each of its drafts. num_logits says how many
-    each row has, positions where the tokens will be that are chosen.
+    each row has, positions where the tokens will be that are chosen. drafts are by row, empty when there are none at all.
 
     The batch itself is not in here: it is the runner's one and only, so that nothing may touch it in between. V2's batch
     is an object of its own.
@@ -70,13 +67,14 @@ class ExecuteModelState(NamedTuple):
     logits: Tensor | None
     num_logits: list[int]
     positions: Tensor
+    drafts: list[list[int]]
 
 
 class PendingTokens(NamedTuple):
     """Tokens on their way from the last pipeline stage.
 
     Attributes:
-        token_ids: `[num_reqs]`, valid after transfer.wait().
+        token_ids: as _broadcast_tokens sends them, valid after transfer.wait().
         receivers: position in token_ids, and whose token it is. Not a row: rows will have moved by then.
     """
 
@@ -132,6 +130,7 @@ class GPUModelRunner:
         self.kv_caches: list[Tensor] = []
         self.execute_model_state: ExecuteModelState | None = None
         self.speculative_config = vllm_config.speculative_config
+        self.drafter: DraftModelProposer | None = None
         self.draft_token_ids: DraftTokenIds | None = None
 
     # --- start-up
@@ -148,11 +147,18 @@ class GPUModelRunner:
         with tracing.span("runner.init_model_state", is_last_pp_rank=self.is_last_pp_rank) as s:
             self.logitsprocs = build_logitsprocs(self.vllm_config, self.device)
             self.sampler = Sampler(self.vocab_size, self.model_config.logprobs_mode)
-            num_kv_heads = self.model_config.get_num_kv_heads(
-                self.vllm_config.parallel_config.tensor_parallel_size
+            self.attn_metadata_builder = AttentionMetadataBuilder(
+                self.model_config.get_num_kv_heads(self.vllm_config.parallel_config.tensor_parallel_size),
+                self.block_size,
+                self.dtype,
+                self.device,
             )
-            self.num_kv_heads = num_kv_heads
-            self.head_index = torch.arange(2 * num_kv_heads, device=self.device).view(2, 1, num_kv_heads, 1)
+            if (
+                self.is_last_pp_rank
+                and self.speculative_config is not None
+                and self.speculative_config.draft_model_config is not None
+            ):
+                self.drafter = DraftModelProposer(self.vllm_config, self.device)
             self.grammar_bits = torch.arange(32, dtype=torch.int32, device=self.device)
             s.set(
                 model_state="none: V1 has no such part",
@@ -162,12 +168,17 @@ class GPUModelRunner:
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """Layer name → spec, for the layers of this rank."""
-        return get_kv_cache_spec(self.vllm_config, self._model)
+        specs = get_kv_cache_spec(self.vllm_config, self._model)
+        if self.drafter is not None:
+            specs |= self.drafter.get_kv_cache_spec()
+        return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache."""
         with tracing.span("runner.initialize_kv_cache", num_blocks=kv_cache_config.num_blocks) as s:
             self.kv_caches = init_kv_cache(kv_cache_config, self._model, self.dtype, self.device)
+            if self.drafter is not None:
+                self.kv_caches += self.drafter.initialize_kv_cache(kv_cache_config)
             s.set(
                 layers=len(self.kv_caches),
                 bytes=kv_cache_config.total_bytes,
@@ -220,7 +231,7 @@ class GPUModelRunner:
         hidden_states = self._dummy_run(num_tokens, num_reqs)
         metadata = AttentionMetadata((self.slot_blocks.gpu[:num_reqs] * 0, self.slot_offsets.gpu[:num_reqs]))
         block_ids = torch.full((num_reqs, 1), NULL_BLOCK, dtype=torch.int64, device=self.device)
-        self._add_decodes(metadata, block_ids, np.ones(num_reqs, dtype=np.int64))
+        self.attn_metadata_builder.add_decodes(metadata, block_ids, np.ones(num_reqs, dtype=np.int64))
         self._dummy_forward(num_reqs, metadata)
         if not isinstance(hidden_states, Tensor):
             return ["dummy prefill", "dummy decode"]
@@ -274,6 +285,8 @@ class GPUModelRunner:
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
             state = self.requests[req_id]
+            # The scheduler takes drafts of which it does not know better yet for accepted. Here, all tokens are known.
+            num_computed_tokens = min(num_computed_tokens, state.num_tokens - 1)
             state.num_computed_tokens = num_computed_tokens
             state.block_ids.extend(block_ids or ())
             row = batch.req_id_to_index.get(req_id)
@@ -307,13 +320,16 @@ class GPUModelRunner:
             block_ids=list(new.block_ids),
             num_computed_tokens=new.num_computed_tokens,
             output_token_ids=output_token_ids,
+            prefill_len=len(new.prefill_token_ids),
             # A request that has output had its prompt's before it was preempted.
             prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],
         )
 
     # --- a step: inputs
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput) -> AttentionMetadata:
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, drafts: list[list[int]]
+    ) -> AttentionMetadata:
         """Put the model's inputs together on the CPU and copy them to the device.
 
         In order to do that the CPU must know every token, the one sampled last included: so sample_tokens has waited
@@ -325,11 +341,10 @@ class GPUModelRunner:
         """
         batch = self.input_batch
         num_reqs = batch.num_reqs
-        for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+        for row, tokens in enumerate(drafts):
             # Behind the tokens that stand, where inputs are read from; num_tokens does not count them.
-            row = batch.req_id_to_index[req_id]
             start = int(batch.num_tokens[row])
-            batch.token_ids_cpu[row, start : start + len(drafts)] = drafts
+            batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
         num_scheduled = np.fromiter(
             map(scheduler_output.num_scheduled_tokens.__getitem__, batch.req_ids), np.int64, num_reqs
         )
@@ -347,36 +362,23 @@ class GPUModelRunner:
         np.add(num_computed, num_scheduled, out=seq_lens)
         batch.block_table.commit(num_reqs)
 
-        metadata = AttentionMetadata(
-            (self.slot_blocks.copy_to_gpu(num_tokens), self.slot_offsets.copy_to_gpu(num_tokens))
+        self.slot_mapping = (
+            self.slot_blocks.copy_to_gpu(num_tokens),
+            self.slot_offsets.copy_to_gpu(num_tokens),
         )
-        num_decodes = int(np.count_nonzero(num_scheduled == 1))
-        assert (num_scheduled[:num_decodes] == 1).all(), (
-            "reorder has brought rows with one token to the front"
-        )
-        table = batch.block_table.gpu
-        if num_decodes:
-            num_blocks = -(-int(seq_lens[:num_decodes].max()) // self.block_size)
-            self._add_decodes(metadata, table[:num_decodes, :num_blocks], seq_lens[:num_decodes])
-        for row in range(num_decodes, num_reqs):
-            start, end, seq_len = int(starts[row]), int(starts[row + 1]), int(seq_lens[row])
-            if seq_len == end - start:
-                metadata.prefills.append(PrefillMetadata(start, end))
-                continue
-            block_ids = table[row : row + 1, : -(-seq_len // self.block_size)]
-            pages = page_indices(block_ids, self.num_kv_heads, self.head_index)
-            mask = causal_mask(end - start, seq_len, self.dtype, self.device)
-            metadata.prefills.append(PrefillMetadata(start, end, pages, seq_len, mask))
-        return metadata
+        return self._build_attn_metadata(self.attn_metadata_builder)
 
-    def _add_decodes(self, metadata: AttentionMetadata, block_ids: Tensor, seq_lens: np.ndarray) -> None:
-        num_decodes, num_blocks = block_ids.shape
-        length = num_blocks * self.block_size
-        metadata.num_decodes = num_decodes
-        metadata.decode_pages = page_indices(block_ids, self.num_kv_heads, self.head_index)
-        beyond = np.arange(length) >= np.repeat(seq_lens, self.num_kv_heads)[:, None]
-        mask = np.where(beyond, np.float32("-inf"), np.float32(0))
-        metadata.decode_mask = torch.from_numpy(mask).unsqueeze(1).to(self.device, self.dtype)
+    def _build_attn_metadata(self, builder: AttentionMetadataBuilder) -> AttentionMetadata:
+        """The present batch for one model; a draft model has other heads."""
+        num_reqs = self.input_batch.num_reqs
+        starts = self.query_start_loc[: num_reqs + 1]
+        return builder.build(
+            self.slot_mapping,
+            self.input_batch.block_table.gpu,
+            np.diff(starts),
+            starts,
+            self.seq_lens.np[:num_reqs],
+        )
 
     @torch.inference_mode()
     def execute_model(
@@ -407,7 +409,8 @@ class GPUModelRunner:
             if not scheduler_output.num_scheduled_tokens:
                 return ModelRunnerOutput()
             with tracing.span("runner.prepare_inputs") if tracing.calls else NO_SPAN as s:
-                metadata = self._prepare_inputs(scheduler_output)
+                drafts = self._drafts(scheduler_output)
+                metadata = self._prepare_inputs(scheduler_output, drafts)
                 num_tokens = scheduler_output.total_num_scheduled_tokens
                 input_ids = self.input_ids.copy_to_gpu(num_tokens)
                 positions = self.positions.copy_to_gpu(num_tokens)
@@ -426,7 +429,7 @@ class GPUModelRunner:
                     s.set(step=scheduler_output.step, pp_rank=self.pp_group.rank_in_group)
             num_reqs = self.input_batch.num_reqs
             hidden_states = logits = None
-            num_logits, last_tokens = self._logits_indices(scheduler_output)
+            num_logits, last_tokens = self._logits_indices(drafts)
             if isinstance(output, Tensor):
                 hidden_states = output
                 logits = self._model.compute_logits(output.index_select(0, last_tokens))
@@ -436,6 +439,7 @@ class GPUModelRunner:
                 logits,
                 num_logits,
                 positions.index_select(0, last_tokens) + 1,
+                drafts,
             )
             if tracing.calls:
                 step.set(
@@ -447,10 +451,9 @@ class GPUModelRunner:
                 )
         return None if isinstance(output, Tensor) else output
 
-    def _logits_indices(self, scheduler_output: SchedulerOutput) -> tuple[list[int], Tensor]:
+    def _logits_indices(self, drafts: list[list[int]]) -> tuple[list[int], Tensor]:
         """How many tokens are to be chosen for each row, and after which tokens of the batch, `[num_logits]`."""
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        num_logits = [1 + len(drafts.get(req_id, ())) for req_id in self.input_batch.req_ids]
+        num_logits = [1 + len(tokens) for tokens in drafts] or [1] * self.input_batch.num_reqs
         ends = self.query_start_loc[1 : len(num_logits) + 1]
         last = np.concatenate([np.arange(end - n, end) for n, end in zip(num_logits, ends, strict=True)])
         return num_logits, torch.from_numpy(last).to(self.device)
@@ -481,17 +484,20 @@ class GPUModelRunner:
                 return None
             if grammar_output is not None:
                 self._apply_grammar_bitmask(state.logits, state.num_logits, grammar_output)
-            metadata, drafts = self.input_batch.sampling_metadata, self._drafts(state.scheduler_output)
-            if drafts:
-                metadata = metadata.expand(drafts)
+            metadata = self.input_batch.sampling_metadata
+            if state.drafts:
+                metadata = metadata.expand(state.drafts)
             sampled, logprobs = self.sampler(state.logits, metadata, state.positions, self.logitsprocs)
-            if self.pp_group.world_size > 1 and self._is_sampled().any():
-                self._broadcast_tokens(sampled)
-            prompt_logprobs = self._get_prompt_logprobs_dict(state.hidden_states, state.scheduler_output)
             with tracing.span("runner.postprocess") if tracing.calls else NO_SPAN:
-                output = self._bookkeeping_sync(sampled, logprobs, prompt_logprobs, drafts)
+                output = self._bookkeeping_sync(sampled, logprobs, state.drafts)
             if self.speculative_config is not None:
-                self._propose_draft_token_ids(self.speculative_config, output, drafts)
+                self._propose_draft_token_ids(self.speculative_config, output, state.drafts)
+            if self.pp_group.world_size > 1 and any(output.sampled_token_ids):
+                # Before what nobody waits for.
+                self._broadcast_tokens(output.sampled_token_ids)
+            output.prompt_logprobs = self._get_prompt_logprobs_dict(
+                state.hidden_states, state.scheduler_output
+            )
             if tracing.calls:
                 step.set(sampled=sum(map(len, output.sampled_token_ids)))
         return output
@@ -503,9 +509,21 @@ class GPUModelRunner:
         return sampled
 
     def _drafts(self, scheduler_output: SchedulerOutput) -> list[list[int]]:
-        """Row → the drafts that this step verifies; empty when it verifies none."""
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        return [drafts.get(req_id, []) for req_id in self.input_batch.req_ids] if drafts else []
+        """Row → the drafts that this step verifies; empty when it verifies none.
+
+        With asynchronous scheduling only their number is given, and they are what this runner has proposed; a row that
+        has fewer is filled up, as any token is as good a guess.
+        """
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        if not scheduled:
+            return []
+        drafts = []
+        for req_id in self.input_batch.req_ids:
+            tokens = scheduled.get(req_id, [])
+            if tokens and tokens[0] < 0:
+                tokens = (self.requests[req_id].spec_token_ids + [0] * len(tokens))[: len(tokens)]
+            drafts.append(tokens)
+        return drafts
 
     def _apply_grammar_bitmask(
         self, logits: Tensor, num_logits: list[int], grammar_output: GrammarOutput
@@ -558,7 +576,6 @@ class GPUModelRunner:
         self,
         sampled: Tensor,
         logprobs: LogprobsTensors | None,
-        prompt_logprobs: dict[str, LogprobsLists],
         drafts: list[list[int]],
     ) -> ModelRunnerOutput:
         """Wait for the tokens and write them into row and request.
@@ -569,7 +586,7 @@ class GPUModelRunner:
         batch = self.input_batch
         # Here the CPU stands still until the device has finished the step.
         token_ids: list[int] = sampled.tolist()
-        output = ModelRunnerOutput(batch.req_ids, prompt_logprobs=prompt_logprobs)
+        output = ModelRunnerOutput(batch.req_ids)
         on_cpu = None if logprobs is None else logprobs.map(Tensor.cpu)
         is_sampled = self._is_sampled().tolist()
         first = 0
@@ -604,14 +621,25 @@ class GPUModelRunner:
 
     # --- pipeline stages: in V2 a file of its own, PPHandler
 
-    def _broadcast_tokens(self, sampled: Tensor) -> None:
-        """On the last stage: send `[num_reqs]` tokens to all others, which need them as inputs.
+    @property
+    def _token_columns(self) -> int:
+        """Of what is sent per row: new tokens, and what is proposed to come next; both filled up with -1."""
+        return 1 + 2 * self.vllm_config.num_speculative_tokens
+
+    def _broadcast_tokens(self, sampled_token_ids: list[list[int]]) -> None:
+        """On the last stage: send `[num_reqs, _token_columns]` to all others, which need it as inputs.
 
         Deviation from vLLM: V1's other stages get them from the scheduler, with the next step (new_token_ids), unless
         scheduling is asynchronous. This scheduler sends no tokens.
         """
-        with self._token_span("dist.send", sampled):
-            transfer = self.pp_group.broadcast_from_last(sampled)
+        most = self.vllm_config.num_speculative_tokens
+        rows = []
+        for req_id, new in zip(self.input_batch.req_ids, sampled_token_ids, strict=True):
+            drafts = self.requests[req_id].spec_token_ids if new else []
+            rows.append(new + [-1] * (1 + most - len(new)) + drafts + [-1] * (most - len(drafts)))
+        token_ids = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        with self._token_span("dist.send", token_ids):
+            transfer = self.pp_group.broadcast_from_last(token_ids)
             if transfer is not None:
                 transfer.wait()
 
@@ -620,7 +648,8 @@ class GPUModelRunner:
         is_sampled = self._is_sampled()
         if not is_sampled.any():
             return
-        token_ids = torch.empty(len(is_sampled), dtype=torch.int64, device=self.device)
+        shape = len(is_sampled), self._token_columns
+        token_ids = torch.empty(shape, dtype=torch.int64, device=self.device)
         req_ids = self.input_batch.req_ids
         receivers = [(row, self.requests[req_ids[row]]) for row in np.flatnonzero(is_sampled).tolist()]
         transfer = self.pp_group.broadcast_from_last(token_ids)
@@ -640,11 +669,15 @@ class GPUModelRunner:
             if entry.transfer is not None:
                 with self._token_span("dist.recv", entry.token_ids):
                     entry.transfer.wait()
-            token_ids = entry.token_ids.tolist()
+            rows = entry.token_ids.tolist()
+            first_draft = 1 + self.vllm_config.num_speculative_tokens
             for row, state in entry.receivers:
                 # Gone meanwhile, or another one has its id.
                 if self.requests.get(state.req_id) is state:
-                    self._append_token(state, token_ids[row])
+                    for token_id in rows[row][:first_draft]:
+                        if token_id >= 0:
+                            self._append_token(state, token_id)
+                    state.spec_token_ids = [token_id for token_id in rows[row][first_draft:] if token_id >= 0]
 
     def _token_span(self, name: str, tokens: Tensor) -> tracing.Span:
         group = self.pp_group
@@ -655,24 +688,42 @@ class GPUModelRunner:
     def _propose_draft_token_ids(
         self, config: SpeculativeConfig, output: ModelRunnerOutput, verified: list[list[int]]
     ) -> None:
-        """Look for the end of each row's tokens further up in them. The CPU has all tokens: here that is of use."""
+        """Guess how each row goes on, from its tokens, which are all here, or by a draft model."""
         batch = self.input_batch
         with tracing.span("runner.propose_draft", method=config.method) if tracing.calls else NO_SPAN as s:
-            lens = batch.num_tokens[: batch.num_reqs]
-            tokens, counts = propose_ngram(
-                torch.from_numpy(batch.token_ids_cpu[: batch.num_reqs, : lens.max()]),
-                torch.from_numpy(lens),
-                config.prompt_lookup_min,
-                config.prompt_lookup_max,
-                config.num_speculative_tokens,
-            )
-            rows = zip(tokens.tolist(), counts.tolist(), output.sampled_token_ids, strict=True)
-            drafts = [row[:count] if sampled else [] for row, count, sampled in rows]
+            if self.drafter is not None:
+                drafts = self._ask_draft_model(self.drafter, output)
+            else:
+                lens = batch.num_tokens[: batch.num_reqs]
+                tokens, counts = propose_ngram(
+                    torch.from_numpy(batch.token_ids_cpu[: batch.num_reqs, : lens.max()]),
+                    torch.from_numpy(lens),
+                    config.prompt_lookup_min,
+                    config.prompt_lookup_max,
+                    config.num_speculative_tokens,
+                )
+                rows = zip(tokens.tolist(), counts.tolist(), output.sampled_token_ids, strict=True)
+                drafts = [row[:count] if sampled else [] for row, count, sampled in rows]
             self.draft_token_ids = DraftTokenIds(output.req_ids, drafts)
+            for req_id, row_drafts in zip(output.req_ids, drafts, strict=True):
+                self.requests[req_id].spec_token_ids = row_drafts
             if tracing.calls:
                 each = zip(output.sampled_token_ids, verified, strict=True) if verified else ()
                 accepted = sum(len(new) - 1 for new, old in each if old)
                 s.set(proposed=sum(map(len, drafts)), verified=sum(map(len, verified)), accepted=accepted)
+
+    def _ask_draft_model(self, drafter: DraftModelProposer, output: ModelRunnerOutput) -> list[list[int]]:
+        states = [self.requests[req_id] for req_id in output.req_ids]
+        if any(state.num_computed_tokens < state.prefill_len for state in states):
+            num_tokens = int(self.query_start_loc[len(states)])
+            metadata = self._build_attn_metadata(drafter.builder)
+            drafter.forward(self.input_ids.gpu[:num_tokens], self.positions.gpu[:num_tokens], metadata)
+        drafts: list[list[int]] = [[] for _ in states]
+        rows = np.flatnonzero([bool(new) for new in output.sampled_token_ids])
+        if len(rows):
+            for row, tokens in zip(rows, drafter.propose(self.input_batch, rows, self.sampler), strict=True):
+                drafts[row] = tokens.tolist()
+        return drafts
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """What the last step led to; None when nothing is speculated."""
@@ -682,7 +733,7 @@ class GPUModelRunner:
     def shutdown(self) -> None:
         """Drop cache and model, so that an engine in the caller's process leaves no memory behind."""
         self.platform.synchronize()
-        self.execute_model_state = None
+        self.execute_model_state = self.drafter = None
         free_before_shutdown(self.model, self.kv_caches)
         self.model = None
         self.platform.empty_cache()
