@@ -14,6 +14,7 @@ from typing import Any
 import coverage
 import explorer
 import languages
+import players
 import source
 import steps
 import symbols
@@ -252,6 +253,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages; the i18n plugin, which knows files of docs/ only, has done its work by then."""
     for path, page in GENERATED.items():
         files.append(File.generated(config, path, content=page()))
+    for data in players.files(config, files):
+        files.append(data)
     if not benchmark_pages():
         files.append(
             File.generated(config, "benchmarks.md", content=not_recorded("Benchmarks", "make bench"))
@@ -282,9 +285,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put code of the package, and timelines and steps of recorded runs, into the pages that name them."""
+    """Put code of the package, and timelines, steps and players of recorded runs, into the pages that name them."""
     if "<!-- chapters -->" in markdown:
         markdown = markdown.replace("<!-- chapters -->", coverage.contents(languages.language(page)))
-    for expand in (symbols.expand, timelines.expand, steps.expand, explorer.expand, tabs.expand):
+    for expand in (symbols.expand, timelines.expand, steps.expand, players.expand, explorer.expand, tabs.expand):
         markdown = expand(markdown, page)
     return markdown

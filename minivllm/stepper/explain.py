@@ -49,7 +49,7 @@ class Explainer:
         """Lines to be wrapped. full: with tracebacks and every attribute."""
         step = self._walk[index]
         spec = SPANS.get(step.span.name)
-        lines = [self._event(step)]
+        lines = [self.event(step)]
         if spec is not None:
             lines.append(Text(spec.what))
         if step.ends and step.span.is_error:
@@ -76,7 +76,8 @@ class Explainer:
             lines += _exception_lines(step.span)
         return lines
 
-    def _event(self, step: Step) -> Text:
+    def event(self, step: Step) -> Text:
+        """What happens, in one sentence."""
         span = step.span
         name = self._words.name(span.process)
         text = Text.assemble(

@@ -103,7 +103,7 @@ def _queue_lines(screen: Screen, state: RunState, columns: int) -> list[Text]:
     width = max((len(queue) for queue in state.rings), default=0)
     for queue in sorted(state.rings, key=lambda queue: (queue != broadcast, queue)):
         slots = state.rings[queue]
-        strip = Text.assemble((f"{queue:{width}} ", "bold"), "".join(_letter(slot) for slot in slots))
+        strip = Text.assemble((f"{queue:{width}} ", "bold"), "".join(slot_letter(slot) for slot in slots))
         lines.append(strip)
         for number, slot in enumerate(slots):
             if slot.writing or not slot.is_free:
@@ -114,7 +114,7 @@ def _queue_lines(screen: Screen, state: RunState, columns: int) -> list[Text]:
     return lines
 
 
-def _letter(slot: Slot) -> str:
+def slot_letter(slot: Slot) -> str:
     """`.` never written, `o` read by all, `w` being written, `W` unread, `r` read by some."""
     if slot.writing:
         return "w"
