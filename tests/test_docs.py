@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import http.server
 import json
@@ -11,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -170,28 +171,37 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def address(site: Path) -> Iterator[str]:
-    """The built site, served on the loopback interface."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+class _WithoutSearch(_Quiet):
+    """Serves an empty search index: building the real one takes each page a second."""
+
+    def do_GET(self) -> None:
+        if not self.path.endswith("/search_index.json"):
+            return super().do_GET()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(
+            b'{"config": {"lang": ["en"], "separator": " ", "pipeline": [], "fields": {}}, "docs": []}'
+        )
+
+
+@contextlib.contextmanager
+def serving(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server on the loopback interface."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_pages_load_and_fit_a_phone(site: Path, address: str, tmp_path: Path) -> None:
-    pages = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))]
-    # Of the API pages, which are all made alike, some stand for all.
-    api = [page for page in pages if page.startswith("reference/api/")]
-    pages = [page for page in pages if page not in api] + api[::20]
-    probe = PROBE.replace("PAGES", json.dumps(pages)).replace("WIDTH", str(PHONE_WIDTH))
-    (site / "probe.html").write_text(probe, encoding="utf-8")
+def browse(url: str, directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Load a page in a browser with a profile of its own, and dump what has become of it."""
     assert CHROMIUM is not None
-    done = subprocess.run(
+    return subprocess.run(
         [
             CHROMIUM,
             "--headless",
@@ -201,16 +211,111 @@ def test_pages_load_and_fit_a_phone(site: Path, address: str, tmp_path: Path) ->
             "--disable-background-networking",
             "--disable-component-update",
             "--disable-sync",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--virtual-time-budget=120000",
+            f"--user-data-dir={directory / 'profile'}",
             "--dump-dom",
-            f"{address}/probe.html",
+            *options,
+            url,
         ],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_pages_load_and_fit_a_phone(site: Path, tmp_path: Path) -> None:
+    pages = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))]
+    # Of the API pages, which are all made alike, some stand for all.
+    api = [page for page in pages if page.startswith("reference/api/")]
+    pages = [page for page in pages if page not in api] + api[::20]
+    probe = PROBE.replace("PAGES", json.dumps(pages)).replace("WIDTH", str(PHONE_WIDTH))
+    (site / "probe.html").write_text(probe, encoding="utf-8")
+    with serving(partial(_WithoutSearch, directory=str(site))) as address:
+        done = browse(f"{address}/probe.html", tmp_path, "--virtual-time-budget=120000")
     found = re.search(r"<pre id=\"?out\"?>(.*?)</pre>", done.stdout, re.S)
     assert found is not None, done.stderr[-2000:]
     assert found.group(1) == f"looked at {len(pages)} pages"
+
+
+# Types each query into the search of its page and writes down the pages that it finds. The page counts as loaded, for
+# --dump-dom, when the answer to `wait` has come.
+SEARCH = """
+<meta charset="utf-8"><pre id=out></pre><img src="wait" alt=""><script>
+async function find(page, query) {
+  const frame = document.createElement("iframe");
+  frame.width = 1200; frame.height = 800; frame.src = page;
+  const loaded = new Promise(resolve => frame.onload = resolve);
+  document.body.appendChild(frame);
+  await loaded;
+  const root = frame.contentDocument;
+  const input = root.querySelector("[data-md-component=search-query]");
+  input.dispatchEvent(new Event("focus"));
+  input.value = query;
+  for (let i = 0; i < 300 && !root.querySelector(".md-search-result__link"); i++) {
+    input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
+    await new Promise(resolve => setTimeout(resolve, 100));
+  }
+  const found = [...root.querySelectorAll(".md-search-result__link")].map(link => new URL(link.href).pathname);
+  frame.remove();
+  return [...new Set(found)];
+}
+async function run() {
+  const found = [];
+  for (const [page, query] of QUERIES) found.push(await find(page, query));
+  document.getElementById("out").textContent = JSON.stringify(found);
+}
+run().finally(() => fetch("done"));
+</script>
+"""
+
+
+class _Waiting(_Quiet):
+    """Answers `wait` when `done` has been asked for."""
+
+    done: threading.Event
+
+    def do_GET(self) -> None:
+        if self.path not in ("/wait", "/done"):
+            return super().do_GET()
+        if self.path == "/done":
+            self.done.set()
+        self.done.wait(120)
+        self.send_response(204)
+        self.end_headers()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_search_finds_names_and_chinese_words(site: Path, tmp_path: Path) -> None:
+    """In real time: the search runs in a worker of the browser, for which virtual time does not wait."""
+    queries = [
+        ("index.html", "FutureWrapper"),
+        ("zh/index.html", "FutureWrapper"),
+        ("zh/tour/09-message-queue.html", "共享内存"),
+    ]
+    (site / "search.html").write_text(SEARCH.replace("QUERIES", json.dumps(queries)), encoding="utf-8")
+    handler = type("Handler", (_Waiting,), {"done": threading.Event()})
+    with serving(partial(handler, directory=str(site))) as address:
+        done = browse(f"{address}/search.html", tmp_path, "--enable-logging=stderr")
+    found = re.search(r"<pre id=\"?out\"?>(.*?)</pre>", done.stdout, re.S)
+    assert found is not None and found.group(1), done.stderr[-2000:]
+    english, chinese, words = json.loads(found.group(1))
+    # In the language of the page, and nothing in the other one where there is a translation.
+    assert english[0] == "/tour/10-collective-rpc.html"
+    assert not [page for page in english if page.startswith("/zh/")]
+    assert chinese[0] == "/zh/tour/10-collective-rpc.html"
+    assert "/tour/10-collective-rpc.html" not in chinese
+    assert any(page.startswith("/reference/") for page in chinese)
+    assert "/zh/tour/09-message-queue.html" in words
+    assert "CONSOLE" not in done.stderr, done.stderr
+
+
+def test_links_of_chinese_pages_lead_somewhere(site: Path) -> None:
+    """To Chinese pages, or to English ones where there is no translation; the strict build can only check sources."""
+    for page in sorted((site / "zh").rglob("*.html")):
+        for link in re.findall(
+            r"<(?:a|link|img|script)\b[^>]*\b(?:href|src)=\"([^\"]+)\"", page.read_text("utf-8")
+        ):
+            target = link.partition("#")[0]
+            if target and "://" not in target:
+                assert (page.parent / target).is_file(), f"{page.relative_to(site)}: {link}"
