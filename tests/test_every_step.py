@@ -1,0 +1,80 @@
+"""The set of runs that shows every step of the catalogue: nothing is missing, and nothing has to be excused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minivllm.trace_store import TraceStore
+from minivllm.trace_store.coverage import SHOWN, cover
+
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed: no grammars")
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "walkthroughs" / "every_step.py"
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("every-step") / "traces"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--trace", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 could not be shown, 0 are missing" in done.stdout
+    return directory
+
+
+def test_every_step_is_shown(traces: Path) -> None:
+    runs = sorted(traces.iterdir())
+    report = cover([TraceStore.open(run) for run in runs], [run.name for run in runs])
+    assert not report.unknown
+    assert not {row.spec.name: (row.status, row.reasons) for row in report.rows if row.status != SHOWN}
+
+
+def test_each_run_is_what_it_says(traces: Path) -> None:
+    def store(name: str) -> TraceStore:
+        return TraceStore.open(traces / name)
+
+    for name in ("spawn", "fork", "forkserver"):
+        methods = {s.get("start_method") for s in store(name).spans("executor.make_worker_process")}
+        assert methods == {name}
+    assert store("async-pipeline").spans("worker.start_async_output_thread")
+    assert store("raise").spans("worker.exception")
+    killed = store("kill")
+    assert killed.first_failure() is not None and killed.spans("monitor.worker_died")
+    levels = {
+        name: [
+            level
+            for level in ("graceful", "sigterm", "sigkill")
+            if store(name).spans(f"executor.terminate_{level}")
+        ]
+        for name in ("calls", "hang", "stubborn")
+    }
+    assert levels == {
+        "calls": ["graceful"],
+        "hang": ["graceful", "sigterm"],
+        "stubborn": ["graceful", "sigterm", "sigkill"],
+    }
+
+
+def test_the_command_agrees(traces: Path) -> None:
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "minivllm.cli.main", "spans", "--coverage"],
+            *map(str, sorted(traces.iterdir())),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 could not be shown, 0 are missing" in " ".join(done.stdout.split())
