@@ -80,7 +80,7 @@ def check_with_aborts(llm: LLM, reference: Reference) -> int:
     requests = params_and_expected(reference)
     victims = {str(i): 4 + 3 * (i // 5) for i in range(2, len(requests), 5)}
     waiting = list(range(len(requests)))
-    done: dict[str, list[int]] = {}
+    done: dict[str, RequestOutput] = {}
     aborted: dict[str, list[int]] = {}
     alive: dict[str, Any] = {}
     for step in range(3000):
@@ -93,7 +93,7 @@ def check_with_aborts(llm: LLM, reference: Reference) -> int:
             if len(waiting) <= NUM_PROMPTS:
                 break
         for output in engine.step():
-            done[output.request_id] = list(output.outputs[0].token_ids)
+            done[output.request_id] = output
         core.scheduler.check_invariants()
         for name, when in list(victims.items()):
             if (
@@ -111,8 +111,9 @@ def check_with_aborts(llm: LLM, reference: Reference) -> int:
         if name in aborted:
             assert aborted[name] == tokens[: len(aborted[name])], f"request {name}, aborted"
         else:
-            assert done[name] == tokens, f"request {name}"
+            assert list(done[name].outputs[0].token_ids) == tokens, f"request {name}"
     assert aborted
+    check_logprobs([requests[int(name)] for name in done], list(done.values()), reference)
     # Slots and blocks of all are free again, and the engine goes on.
     output = llm.generate([{"prompt_token_ids": reference.prompts[0]}], greedy_params(), use_tqdm=False)[0]
     assert list(output.outputs[0].token_ids) == reference.greedy[0]

@@ -17,18 +17,11 @@ from minivllm.trace_store import TraceStore
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.parametrize(
-    ("tp", "backend"), [pytest.param(1, "uni", marks=pytest.mark.slow), (1, "mp"), (2, "mp")]
-)
-def test_tokens_are_those_of_synchronous_scheduling(
-    tp: int, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stages of a pipeline: test_pipeline.py."""
+def test_tokens_are_those_of_synchronous_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on one rank over processes; all others are in test_product.py."""
     monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
     expected = reference()
-    with LLM(
-        tensor_parallel_size=tp, distributed_executor_backend=backend, async_scheduling=True, **HARRIED
-    ) as llm:
+    with LLM(distributed_executor_backend="mp", async_scheduling=True, **HARRIED) as llm:
         core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         assert type(core.scheduler).__name__ == "AsyncScheduler" and core.batch_queue_size == 2
         assert check_with_aborts(llm, expected) > 0

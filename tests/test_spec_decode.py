@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -92,14 +91,13 @@ LOADS = {"greedy": GREEDY, "random": RANDOM, "penalized": PENALIZED, "stopping":
 
 
 @contextmanager
-def engine(**kwargs: Any) -> Iterator[LLM]:
-    os.environ["MINIVLLM_ENABLE_MULTIPROCESSING"] = "0"
-    try:
+def engine(runner: str = "V2", **kwargs: Any) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
+        patch.setenv("MINIVLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
         with LLM(device="cpu", max_model_len=256, **kwargs) as llm:
             yield llm
             llm.llm_engine.engine_core.engine_core.scheduler.check_invariants()  # type: ignore[attr-defined]
-    finally:
-        del os.environ["MINIVLLM_ENABLE_MULTIPROCESSING"]
 
 
 def stats(llm: LLM) -> SpecDecodingStats:
@@ -157,6 +155,13 @@ CASES = {
     "draft": (SAME, {}),
     "draft-chunked": (SAME, {"max_num_batched_tokens": 9, "max_num_seqs": 6}),
     "draft-preempted": (SAME, {"num_gpu_blocks_override": 26, "block_size": 8}),
+    "ngram-async": (NGRAM, {"async_scheduling": True, "num_gpu_blocks_override": 26, "block_size": 8}),
+    "draft-async": (SAME, {"async_scheduling": True, "max_num_batched_tokens": 9, "max_num_seqs": 6}),
+    "draft-v1": (SAME, {"runner": "V1", "num_gpu_blocks_override": 26, "block_size": 8}),
+    "draft-v1-async": (
+        SAME,
+        {"runner": "V1", "async_scheduling": True, "max_num_batched_tokens": 9, "max_num_seqs": 6},
+    ),
     "wrong-draft": ({"num_speculative_tokens": 2}, {"num_gpu_blocks_override": 26, "block_size": 8}),
 }
 
@@ -246,21 +251,16 @@ def test_structured_output(plain: dict[str, list[RequestOutput]]) -> None:
     prompts = ['{"kind":"class","line":1}{"kind":"function","line":22} abab'] * 24
     with engine() as llm:
         expected = llm.generate(prompts, params)
-    for config in (NGRAM, SAME):
-        with engine(speculative_config=config) as llm:
+    for config, asynchronous, runner in (
+        (NGRAM, False, "V2"),
+        (NGRAM, True, "V1"),
+        (SAME, False, "V1"),
+        (SAME, True, "V2"),
+    ):
+        with engine(runner, speculative_config=config, async_scheduling=asynchronous) as llm:
             assert_same(llm.generate(prompts, params), expected)
             assert stats(llm).num_accepted_tokens > 0
     assert all(json.loads(o.outputs[0].text) for i, o in enumerate(expected) if i % 4 and i % 3 == 0)
-
-
-@pytest.mark.parametrize("config", [NGRAM, SAME], ids=["ngram", "draft"])
-def test_over_processes(config: dict[str, Any], plain: dict[str, list[RequestOutput]]) -> None:
-    """TP=2: the draft model is divided like the target."""
-    with LLM(tensor_parallel_size=2, device="cpu", max_model_len=256, speculative_config=config) as llm:
-        for name in ("greedy", "penalized"):
-            outputs = llm.generate(PROMPTS, LOADS[name])
-            for output, other in zip(outputs, plain[name], strict=True):
-                assert output.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 # --- the distribution
