@@ -52,10 +52,18 @@ LONGER = tuple(
     for prompt in ("A class", "A name", "A scope", "A value")
 )
 PP2 = ("--tp", "1", "--pp", "2", "--max-num-batched-tokens", "12", "--max-tokens", "10", "--trace-level")
+PP2_TP2 = ("--tp", "2", "--pp", "2", "--max-tokens", "4", "--trace-level")
 RECORDINGS = {
     "tp2": Recording((*PROMPTS, *TP2, "message")),
+    "tp2-pp2": Recording((PROMPTS[0], *PP2_TP2, "lifecycle")),
     "slow-device": Recording((*PROMPTS, *TP2, "lifecycle"), "worker.init_device@rank1=sleep:1"),
+    "raise-in-class": Recording((*PROMPTS, *TP2, "lifecycle"), "worker.init_worker@rank1=raise", code=1),
+    "kill-in-collective": Recording(
+        (*PROMPTS, *TP2, "lifecycle"), "dist.init_communicator@rank1#2=kill", code=1
+    ),
     "kill-in-load": Recording((*PROMPTS, *TP2, "lifecycle"), "worker.load_model@rank1=kill", code=1),
+    "kill-in-profile": Recording((*PROMPTS, *TP2, "lifecycle"), "runner.profile_run@rank1=kill", code=1),
+    "slow-sampler": Recording((PROMPTS[0], *TP2, "message"), "runner.sample_tokens@rank1#8=sleep:0.3"),
     "kill-in-step": Recording((*PROMPTS, *TP2, "rpc"), "model.forward@rank1#6=kill", code=1),
     "raise-in-step": Recording((*PROMPTS, *TP2, "rpc"), "model.forward@rank1#6=raise", code=1),
     "runner-v1": Recording((*PROMPTS, *TP1, "rpc"), runner="0"),
