@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minivllm.distributed.shm_group import WORDS, CollectiveError, ShmGroup, fence
+from minivllm.distributed.shm_group import LINE_BYTES, WORDS, CollectiveError, ShmGroup, fence
 
 _HIDDEN_SLOTS: Final = 4
 _HIDDEN_SLOT_BYTES: Final = 1 << 20
-_TOKENS_SLOT_BYTES: Final = 1 << 16  # 8192 tokens
+_TOKENS_SLOT_BYTES: Final = 1 << 16  # 8192 tokens, or more if a message has more
 
 
 class Channel:
@@ -60,6 +60,9 @@ class Channel:
 class CpuChannels(ShmGroup):
     """The channels of one pipeline group; arguments as ShmGroup.
 
+    Args:
+        max_token_bytes: size of the longest message from the last stage to the others; it must fit into one slot.
+
     Attributes:
         to_next, from_previous: hidden states; None on the last or first stage.
         tokens: sampled tokens, from the last stage to all others.
@@ -72,11 +75,13 @@ class CpuChannels(ShmGroup):
         rank_in_group: int,
         unique_name: str,
         timeout_s: float,
+        max_token_bytes: int = 0,
     ) -> None:
         world_size, last = len(ranks), len(ranks) - 1
         routes = [(r, [r + 1], _HIDDEN_SLOTS, _HIDDEN_SLOT_BYTES) for r in range(last)]
         # At most world_size + 1 batches are in flight, and a stage reads what has come before each of its own.
-        routes.append((last, list(range(last)), 2 * world_size + 4, _TOKENS_SLOT_BYTES))
+        slot_bytes = max(_TOKENS_SLOT_BYTES, -(-max_token_bytes // LINE_BYTES) * LINE_BYTES)
+        routes.append((last, list(range(last)), 2 * world_size + 4, slot_bytes))
         channels: list[Channel] = []
         line, offset = world_size, 0
         for writer, readers, slots, slot_bytes in routes:

@@ -117,11 +117,12 @@ class GroupCoordinator:
 
         self.init_communicator(transport)
 
-    def init_pipeline(self, shared_memory_timeout_s: float) -> None:
+    def init_pipeline(self, shared_memory_timeout_s: float, max_token_bytes: int) -> None:
         """As init_communicator, for the stages of a pipeline: on a CPU they talk through shared memory.
 
         Args:
             shared_memory_timeout_s: how long a rank waits for another one.
+            max_token_bytes: see CpuChannels.
         """
 
         def transport() -> str:
@@ -129,7 +130,12 @@ class GroupCoordinator:
                 return self.backend
             if self.device.type == "cpu":
                 channels = CpuChannels(
-                    self.cpu_group, self.ranks, self.rank_in_group, self.unique_name, shared_memory_timeout_s
+                    self.cpu_group,
+                    self.ranks,
+                    self.rank_in_group,
+                    self.unique_name,
+                    shared_memory_timeout_s,
+                    max_token_bytes,
                 )
                 if channels.usable:
                     self.cpu_channels = channels
@@ -386,9 +392,12 @@ def init_distributed_environment(
 
 
 def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, max_token_bytes: int = 0
 ) -> None:
     """Divide the world into tensor-parallel and pipeline-parallel groups.
+
+    Args:
+        max_token_bytes: size of the longest message in which the last stage hands tokens back.
 
     Raises:
         RuntimeError: the sizes do not multiply to the world size, or the groups exist already.
@@ -405,7 +414,7 @@ def initialize_model_parallel(
     _TP.init_collectives(envs.MINIVLLM_COLLECTIVE_TIMEOUT_S)
     pp_ranks = [list(range(first, tp * pp, tp)) for first in range(tp)]
     _PP = GroupCoordinator(pp_ranks, world.device, world.backend, "pp")
-    _PP.init_pipeline(envs.MINIVLLM_COLLECTIVE_TIMEOUT_S)
+    _PP.init_pipeline(envs.MINIVLLM_COLLECTIVE_TIMEOUT_S, max_token_bytes)
 
 
 def destroy_model_parallel() -> None:

@@ -288,8 +288,12 @@ def init_worker_distributed_environment(
         single_host=parallel_config.nnodes == 1,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    # Per request at most: a token, the drafts that stand, and the drafts that are proposed next.
+    columns = 1 + 2 * vllm_config.num_speculative_tokens
     parallel_state.initialize_model_parallel(
-        parallel_config.tensor_parallel_size, parallel_config.pipeline_parallel_size
+        parallel_config.tensor_parallel_size,
+        parallel_config.pipeline_parallel_size,
+        8 * columns * vllm_config.scheduler_config.max_num_seqs,
     )
 
 
