@@ -49,3 +49,67 @@ def test_message_queue(walkthrough: Runs) -> None:
     text = walkthrough("09_message_queue").text
     assert "got 4 of 4" in text
     assert "waits for reader rank 1" in " ".join(text.split())
+
+
+def test_initialisation(walkthrough: Runs) -> None:
+    """All are started before any is waited for, and the order that deadlocks is the one that the page names."""
+    run = walkthrough("02_initialisation")
+    store = run.store()
+    (waiting,) = store.spans("executor.wait_for_ready")
+    assert all(span.end_ns <= waiting.start_ns for span in store.spans("executor.make_worker_process"))
+    waits = {span.rank: span.duration_ns for span in store.spans("dist.rendezvous")}
+    assert waits[0] > 10 * waits[1]
+    assert "rank 0 is still in dist.rendezvous" in run.text
+    assert run.text.count("done") == 6
+
+
+def test_spawn(walkthrough: Runs) -> None:
+    run = walkthrough("03_spawn")
+    words = " ".join(run.text.split())
+    assert "has kept its copy of the writing end: waits on" in words
+    assert "has closed its copy of the writing end: end of file" in words
+    assert "failed to start in worker.load_model: FileNotFoundError" in words
+    assert "was killed by SIGKILL in worker.load_model during start-up" in words
+    assert len(run.store().spans("worker.bootstrap")) == 2
+
+
+def test_which_runner(walkthrough: Runs) -> None:
+    spans = walkthrough("06_which_runner").store().spans("runner.select")
+    assert [span.get("runner") for span in spans] == ["V2", "V2"]
+
+
+def test_collective_rpc(walkthrough: Runs) -> None:
+    run = walkthrough("10_collective_rpc")
+    assert "[(0, 'new'), (1, 'new')]" in run.text
+    assert "[(0, 'new'), (1, 'old')]" in run.text
+    (wait,) = run.store().spans("future.result")
+    assert wait.get("drained") == 2
+
+
+def test_async_and_pipeline(walkthrough: Runs) -> None:
+    """A queue of batches makes the stages overlap, and asynchronous scheduling costs a step after a stop token."""
+    lines = [" ".join(line.split()) for line in walkthrough("12_async_and_pipeline").text.splitlines()]
+    together = {line.split()[0]: int(line.split()[-1].rstrip("%")) for line in lines if line.endswith("%")}
+    assert together["a"] > together["one"]
+    assert "async stop 3 4" in lines
+    assert "async length 3 3" in lines
+    assert "in turn stop 3 3" in lines
+
+
+def test_failure(walkthrough: Runs) -> None:
+    """The caller has its error before the other rank has been ended."""
+    run = walkthrough("13_failure")
+    store = run.store()
+    (other,) = (span for span in store.spans("worker.process") if span.rank == 0)
+    assert store.spans("request")[-1].end_ns < other.end_ns
+    assert " ".join(run.text.split()).count("was killed by SIGKILL in model.forward") == 3
+
+
+def test_shutdown(walkthrough: Runs) -> None:
+    run = walkthrough("14_shutdown")
+    store = run.store()
+    assert [span.get("ranks") for span in store.spans("executor.terminate_sigkill")] == [[1]]
+    lines = [" ".join(line.split()) for line in run.text.splitlines()]
+    assert "one flag for both closed is still running" in lines
+    assert "a flag for each closed exited with code 0" in lines
+    assert "an executor of 2 workers, then del: 0 of them run" in lines

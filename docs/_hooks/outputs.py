@@ -177,6 +177,7 @@ _DIFFERS = (
     (r"\bline \d+", "line N"),
     (r"\b[\d.]+ ?(?:ns|µs|us|ms|s|seconds?)\b", "TIME"),
     (r"\b[\d.]+ ?(?:bytes|B|KiB|MiB|GiB)(?!\w)", "SIZE"),
+    (r"\bpid \d+", "pid N"),
     (r"\b\d{4,}\b", "N"),
 )
 
