@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import coverage
+import exercises
 import explorer
 import languages
+import marks
+import originals
 import players
 import source
 import steps
@@ -151,11 +154,14 @@ def commands_page() -> str:
 def reference_index() -> str:
     return """# Reference
 
-Made from the code at each build, so it says what the code does.
+Most of it is made from the code at each build, so it says what the code does.
 
 * [Span catalogue](spans.md): every step that a trace can show, where it runs, and where vLLM does the same.
 * [Map to vLLM](map.md): module by module, in both directions.
 * [Where minivllm differs](differences.md): what is done better on purpose, and why.
+* [Where the original breaks](where-the-original-breaks.md): twenty scenes, what vLLM does in them and what minivllm does.
+* [Errata of the articles](errata.md): claim by claim.
+* [Glossary](glossary.md): the terms, each in two sentences.
 * [Environment variables](environment.md): all of them.
 * [Commands](commands.md): `minivllm …`, with its options.
 * API: one page per module, with its source.
@@ -224,6 +230,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "tour/coverage.md": coverage.page,
 }
 
+    exercises.SOURCE: exercises.page,
+    originals.PAGE: originals.page,
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Complete the navigation with what only the checkout can tell: API pages by package, and measured pages."""
@@ -288,6 +296,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Put code of the package, and timelines, steps and players of recorded runs, into the pages that name them."""
     if "<!-- chapters -->" in markdown:
         markdown = markdown.replace("<!-- chapters -->", coverage.contents(languages.language(page)))
-    for expand in (symbols.expand, timelines.expand, steps.expand, players.expand, explorer.expand, tabs.expand):
+    for expand in (
+        symbols.expand,
+        timelines.expand,
+        steps.expand,
+        players.expand,
+        explorer.expand,
+        tabs.expand,
+        originals.expand,
+        marks.expand,
+    ):
         markdown = expand(markdown, page)
     return markdown

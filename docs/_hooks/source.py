@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "minivllm"
+EXERCISES = PACKAGE / "learn" / "exercises"
 MARK = "Deviation from vLLM:"
 
 
@@ -37,7 +38,12 @@ class Deviation:
 
 
 def source_files() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.read_text(encoding="utf-8").strip())
+    """The modules of the package; the files of exercises are material and have a page of their own."""
+    return sorted(
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.read_text(encoding="utf-8").strip() and EXERCISES not in path.parents
+    )
 
 
 def field(docstring: str, name: str) -> str:
