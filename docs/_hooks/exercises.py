@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import textwrap
 
+import languages
 import marks
+from mkdocs.structure.pages import Page
 
 SOURCE = "exercises.md"
 
@@ -64,6 +66,24 @@ def page() -> str:
         for number, hint in enumerate(about.hints, 1):
             lines += ["", f'??? tip "Hint {number} of {len(about.hints)}"', "", textwrap.indent(hint, "    ")]
     return "\n".join(lines) + "\n"
+
+
+_TO_CHAPTER = {
+    "en": "**Exercises on this chapter:** {}. `minivllm learn start NAME` writes the file.",
+    "zh": "**本章的练习：** {}。`minivllm learn start NAME` 会写出要修改的文件。",
+}
+
+
+def expand(markdown: str, page: Page) -> str:
+    """A chapter ends with links to its exercises."""
+    from minivllm.learn.exercise import EXERCISES
+
+    number = re.match(r"tour/(\d\d)-", page.file.src_uri)
+    mine = [exercise for exercise in EXERCISES if number and exercise.about.chapter == int(number[1])]
+    if not mine:
+        return markdown
+    links = ", ".join(f"[{exercise.name}](../{SOURCE}#{exercise.name})" for exercise in mine)
+    return f"{markdown.rstrip()}\n\n{_TO_CHAPTER[languages.language(page)].format(links)}\n"
 
 
 def _paragraph(text: str) -> str:

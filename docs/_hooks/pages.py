@@ -228,12 +228,12 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/environment.md": environment_page,
     "reference/commands.md": commands_page,
     "tour/coverage.md": coverage.page,
-}
-
     exercises.SOURCE: exercises.page,
     originals.PAGE: originals.page,
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
+}
+
     """Complete the navigation with what only the checkout can tell: API pages by package, and measured pages."""
     groups: dict[str, list[Any]] = {}
     for room in source.rooms():
@@ -306,5 +306,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         originals.expand,
         marks.expand,
     ):
+        exercises.expand,
         markdown = expand(markdown, page)
     return markdown
