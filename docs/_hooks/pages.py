@@ -230,10 +230,10 @@ GENERATED: dict[str, Callable[[], str]] = {
     "tour/coverage.md": coverage.page,
     exercises.SOURCE: exercises.page,
     originals.PAGE: originals.page,
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
 }
 
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Complete the navigation with what only the checkout can tell: API pages by package, and measured pages."""
     groups: dict[str, list[Any]] = {}
     for room in source.rooms():
@@ -304,8 +304,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         explorer.expand,
         tabs.expand,
         originals.expand,
+        exercises.expand,
         marks.expand,
     ):
-        exercises.expand,
         markdown = expand(markdown, page)
     return markdown
