@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 could not be shown, 0 are missing" in done.stdout
     return directory
+
+
+def test_each_run_leads_to_a_walkthrough() -> None:
+    chapters = re.findall(r'Run\(\w+, "(\w+)"', SCRIPT.read_text(encoding="utf-8"))
+    assert len(chapters) >= 9
+    assert not [name for name in chapters if not (ROOT / "walkthroughs" / f"{name}.py").is_file()]
 
 
 def test_every_step_is_shown(traces: Path) -> None:

@@ -45,8 +45,17 @@ def scripted(commands: str, *arguments: str, **env: str) -> subprocess.Completed
     )
 
 
-def session(**env: str) -> Session:
-    return Session([str(TESTS / "live_run.py")], environment(**env), columns=100, rows=30)
+def session(*commands: str, **env: str) -> Session:
+    return Session([str(TESTS / "live_run.py"), *commands], environment(**env), columns=100, rows=30)
+
+
+def session_with_workers() -> tuple[Session, list[psutil.Process]]:
+    """At the moment in which rank 1 is about to build its worker."""
+    live = session("until worker.init_worker@rank1; keys")
+    live.wait_for("before worker.init_worker")
+    processes = family(live.pid)
+    assert len(processes) >= 3
+    return live, processes
 
 
 def press_until(live: Session, key: str, text: str, most: int = 120) -> str:
@@ -87,6 +96,7 @@ def test_commands() -> None:
         ("jump", "is no command"),
         ("until rpc.call", "nobody stops at"),
         ("", "no command"),
+        ("keys; show", "only be the last"),
         ("step everybody", "is no command"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -152,11 +162,12 @@ def test_no_deadline_runs_while_somebody_stands() -> None:
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_other_start_methods(method: str) -> None:
     done = scripted(
-        "until worker.init@rank1; step all; run",
+        "step client; until worker.init@rank1; step all; run",
         MINIVLLM_WORKER_MULTIPROC_METHOD=method,
         MINIVLLM_ENABLE_MULTIPROCESSING="0" if method == "forkserver" else "1",
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "client      stopped before engine_core." in done.stdout
     assert "rank 1      stopped before worker.init_worker" in done.stdout and "all is over" in done.stdout
 
 
@@ -203,8 +214,8 @@ def test_a_session_from_the_first_step_to_the_last() -> None:
 
 
 def test_running_on_and_stopping_again() -> None:
-    live = session(PAUSE_S="2")
-    live.wait_for("client before run")
+    live = session("until executor.mq_handshake; keys", PAUSE_S="1.5")
+    live.wait_for("before executor.mq_handshake")
     live.press("g", "all run on")
     live.wait_for("the run says generated")
     live.press("s", "stops at the next step")
@@ -226,11 +237,7 @@ QUITS: dict[str, tuple[Callable[[Session], None], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("how", QUITS)
 def test_quitting_leaves_nothing(how: str) -> None:
-    live = session()
-    live.wait_for("client before run")
-    press_until(live, "n", r"rank 1 pid")
-    processes = family(live.pid)
-    assert len(processes) >= 3
+    live, processes = session_with_workers()
     quit_run, codes = QUITS[how]
     if how == "hangup":
         os.close(live.fd)
@@ -249,10 +256,7 @@ def test_quitting_leaves_nothing(how: str) -> None:
 
 
 def test_a_worker_that_is_killed_while_it_stands_is_shown() -> None:
-    live = session()
-    live.wait_for("client before run")
-    press_until(live, "n", r"rank 1 pid")
-    processes = family(live.pid)
+    live, processes = session_with_workers()
     victim = next(int(pid) for pid in re.findall(r"rank 1 pid (\d+)", live.screen))
     os.kill(victim, signal.SIGKILL)
     live.wait_for(r"has died in|has died")

@@ -348,6 +348,35 @@ def test_pictures_fit(columns: int, rows: int) -> None:
                 assert all(line.plain.isascii() for line in lines)
 
 
+def test_a_newcomer_finds_why_a_rank_was_late() -> None:
+    """With what --help and the screen say, and nothing else: no knowledge of the code, of spans, or of failpoints."""
+    late = "worker.init_worker@rank1=sleep:1.5"
+    directory = str(recorded(late))
+    help_text = step("--help").stdout.decode()
+    assert "--at failure" in help_text and "began" not in help_text
+    # The first thing that is not as it should be: who stands still, by what, and who waits for it.
+    picture = " ".join(step(directory, "--print", "--at", "failure").stdout.decode().split())
+    assert "Worker_TP1" in picture and "held by failpoint" in picture and late in picture
+    assert re.search(r"waits for READY of ranks? .*1", picture)
+    # The next step of that process, as the key r finds it, says how long that was.
+    walk = walk_of(Path(directory))
+    assert walk.first_failure is not None
+    held = walk[walk.first_failure]
+    following = walk.next_of(held.span.process, held.index)
+    assert following is not None
+    said = step(directory, "--print", "--from", str(following + 1), "--count", "1").stdout.decode()
+    assert "worker.init_worker" in said and re.search(r"ends after 1\.5\d* s", said), said
+
+
+def test_a_newcomer_without_a_failure_asks_whom_they_wait_for(tmp_path: Path) -> None:
+    """Nothing failed: a process that waits says for whom, and what that one is doing."""
+    directory = write_run(tmp_path / "trace")
+    done = step(str(directory), "--print", "--at", "failure")
+    assert done.returncode == 2 and b"nothing failed" in done.stderr
+    text = step(str(directory), "--print", "--at", "dist.rendezvous@rank0").stdout.decode()
+    assert "waits for rank 1" in text and "rank 1 is in worker.bootstrap" in " ".join(text.split())
+
+
 def test_a_tiny_terminal_is_told(tmp_path: Path) -> None:
     screen = Screen(walk_of(recorded()), "utf-8")
     assert "too small" in screen.picture(0, 30, 5)[0].plain

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from minivllm.exceptions import ExecutorFailedError, RemoteError
 from minivllm.outputs import ModelRunnerOutput
 from minivllm.worker.worker_base import WorkerBase
 
+# Most of a run is waiting.
+AT_ONCE = 2
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
@@ -188,7 +191,7 @@ class Run:
 
 
 # The one place that says which runs there are, and which walkthrough each of them begins.
-_PATIENCE = {"MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S": "0.3", "MINIVLLM_WORKER_SIGTERM_TIMEOUT_S": "0.3"}
+_NO_PATIENCE = {"MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S": "0.3"}
 RUNS = {
     "spawn": Run(engine, "01_first_run"),
     "async-pipeline": Run(pipeline, "12_async_and_pipeline"),
@@ -196,9 +199,9 @@ RUNS = {
     "forkserver": Run(starts, "03_spawn", {"MINIVLLM_WORKER_MULTIPROC_METHOD": "forkserver"}),
     "calls": Run(calls, "10_collective_rpc"),
     "raise": Run(raises, "10_collective_rpc", {"MINIVLLM_FAILPOINTS": "rpc.execute@rank1=raise"}),
-    "kill": Run(killed, "13_health_and_failure", {"MINIVLLM_FAILPOINTS": "rpc.execute@rank1=kill"}),
-    "hang": Run(hangs, "14_shutdown", {"MINIVLLM_FAILPOINTS": "rpc.execute@rank1=hang", **_PATIENCE}),
-    "stubborn": Run(stubborn, "14_shutdown", _PATIENCE),
+    "kill": Run(killed, "13_failure", {"MINIVLLM_FAILPOINTS": "rpc.execute@rank1=kill"}),
+    "hang": Run(hangs, "14_shutdown", {"MINIVLLM_FAILPOINTS": "rpc.execute@rank1=hang", **_NO_PATIENCE}),
+    "stubborn": Run(stubborn, "14_shutdown", {"MINIVLLM_WORKER_SIGTERM_TIMEOUT_S": "0.3", **_NO_PATIENCE}),
 }
 
 
@@ -220,11 +223,13 @@ def main() -> int:
     if traces.exists() and any(traces.iterdir()):
         parser.error(f"--trace {traces}: the directory is not empty")
     console = Console(highlight=False)
-    for name in args.names or RUNS:
-        run = RUNS[name]
-        console.print(f"[bold]{name:<15}[/bold] {run.what}", soft_wrap=True)
-        console.print(f"{'':<15} [dim]more of it: walkthroughs/{run.chapter}.py[/dim]", soft_wrap=True)
-        record(name, traces / name)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        recorded = {name: pool.submit(record, name, traces / name) for name in args.names or RUNS}
+        for name, done in recorded.items():
+            run = RUNS[name]
+            console.print(f"[bold]{name:<15}[/bold] {run.what}", soft_wrap=True)
+            console.print(f"{'':<15} [dim]more of it: walkthroughs/{run.chapter}.py[/dim]", soft_wrap=True)
+            done.result()
     return report(console, [traces / name for name in args.names or RUNS])
 
 

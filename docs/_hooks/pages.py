@@ -182,6 +182,8 @@ def spans_page() -> str:
         "",
         "**Level** is the lowest `MINIVLLM_TRACE` that records the step. **Where** names the process, and how often a run shows it.",
         "Under each sentence stands the method that emits the span, and the condition if not every run has it.",
+        "`python walkthroughs/every_step.py` records a set of small runs that together show every one of them, and",
+        "`minivllm spans --coverage DIR…` says which of them a run of yours shows, and which it could not show, and why.",
     ]
     for name, spec in catalogue.SPANS.items():
         if name in SECTION_STARTS:

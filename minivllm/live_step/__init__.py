@@ -4,6 +4,7 @@ vLLM 0.25.1: none
 Articles: part 1 §2, §5, part 2 §2.3.1
 
     with LLM(tensor_parallel_size=2, live_step=True) as llm: ...
+    with LLM(tensor_parallel_size=2, live_step="until dist.rendezvous; show; run") as llm: ...
 
 The controller is a thread of the client. Whatever ends the client ends the controller, too; then all gates are open,
 and the processes come to the same ends as in a run without it.
@@ -43,14 +44,17 @@ def check(live_step: bool | str) -> None:
     Raises:
         ConfigError: no terminal, a wrong script, or not the main thread.
     """
-    if isinstance(live_step, str):
-        parse(live_step)
+    if not _wants_terminal(live_step):
         return
     from minivllm.stepper.terminal import check_terminal
 
     check_terminal(_WITHOUT_A_TERMINAL)
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("live_step=True needs the main thread, which gets the terminal's signals")
+
+
+def _wants_terminal(live_step: bool | str) -> bool:
+    return not isinstance(live_step, str) or parse(live_step)[-1].verb == "keys"
 
 
 class LiveStep:
@@ -63,13 +67,15 @@ class LiveStep:
         self._server = Server()
         self._bell = Bell()
         self._stack = ExitStack()
+        bodies: list[Callable[[], None]] = []
         if isinstance(live_step, str):
-            body = Player(self._server, self._bell, parse(live_step), _print_line, self._interrupt).run
-        else:
-            body = self._take_terminal()
+            player = Player(self._server, self._bell, parse(live_step), _print_line, self._interrupt)
+            bodies.append(player.run)
+        if _wants_terminal(live_step):
+            bodies.append(self._take_terminal())
         if threading.current_thread() is threading.main_thread():
             self._catch_signals()
-        self._thread = threading.Thread(target=self._run, args=(body,), name="minivllm-live", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(bodies,), name="minivllm-live", daemon=True)
         self._thread.start()
         tracing.step_live(self._server.address)
 
@@ -85,9 +91,10 @@ class LiveStep:
         tracing.step_live("")
         self._stack.close()
 
-    def _run(self, body: Callable[[], None]) -> None:
+    def _run(self, bodies: list[Callable[[], None]]) -> None:
         try:
-            body()
+            for body in bodies:
+                body()
         except OSError:
             # The terminal is gone.
             self._interrupt()

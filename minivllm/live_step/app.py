@@ -152,9 +152,9 @@ class App:
             self._message = f"{self.marked.name} is not standing; it is on its way or waits"
 
     def _mark_another(self, by: int) -> None:
-        peers = self.server.peers
+        peers = self.server.in_order
         if peers:
-            index = peers.index(self.marked) if self.marked is not None else -by
+            index = peers.index(self.marked) if self.marked in peers else -by
             self.marked = peers[(index + by) % len(peers)]
 
     def _draw(self, shown: list[str]) -> list[str]:

@@ -81,8 +81,7 @@ def _processes(server: Server, marked: Peer | None, encoding: str, columns: int,
     for lines_each in (3, 2, 1, 0):
         lines = [
             line
-            for peer in server.peers
-            if peer.role
+            for peer in server.in_order
             for line in _process(server, peer, peer is marked, encoding, columns, lines_each)
         ]
         if len(lines) <= rows:

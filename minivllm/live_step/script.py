@@ -28,7 +28,7 @@ _COMMAND = re.compile(
     rf"(?P<step>step)(?:\s+(?P<step_who>{_WHO}))?(?:\s+(?P<times>\d+))?"
     rf"|(?P<verb>run|stop)(?:\s+(?P<who>{_WHO}))?"
     rf"|until\s+(?P<span>[a-z_.]+)(?:@(?P<until_who>{_WHO}))?"
-    r"|(?P<plain>show|quit)"
+    r"|(?P<plain>show|quit|keys)"
 )
 # A process that does not come to its next step within this time is taken to be working or waiting.
 _SETTLED_S = 0.4
@@ -37,7 +37,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """verb: "step", "run", "stop", "until", "show" or "quit"; what the verb does not have is empty."""
+    """verb: "step", "run", "stop", "until", "show", "quit" or "keys"; what the verb does not have is empty."""
 
     text: str
     verb: str
@@ -64,6 +64,8 @@ def parse(text: str) -> list[Command]:
         verb = match["step"] or match["verb"] or match["plain"] or "until"
         who = match["step_who"] or match["who"] or match["until_who"] or ("" if verb == "step" else "all")
         commands.append(Command(part, verb, who, int(match["times"] or 1), match["span"] or ""))
+    if any(command.verb == "keys" for command in commands[:-1]):
+        raise ConfigError("live step: `keys` goes on at the terminal, so it can only be the last command")
     if not commands:
         raise ConfigError(f"live step: no command; there are {SYNTAX}")
     return commands
@@ -92,6 +94,7 @@ class Player:
             "until": self._until,
             "show": self._show,
             "quit": lambda command: self._quit_run(),
+            "keys": lambda command: None,  # whoever runs the commands goes on from here
         }
 
     def run(self) -> None:
@@ -147,7 +150,7 @@ class Player:
         if self._wait_until(arrived):
             # The others come to their next steps.
             self._settle(self.server.find("all"))
-            self._say_where(self.server.peers)
+            self._say_where(self.server.in_order)
         else:
             self._write(f"the run has ended without coming to {command.span}")
 

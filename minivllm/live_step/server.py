@@ -142,7 +142,13 @@ class Server:
 
     def find(self, who: str) -> list[Peer]:
         """Processes by the name that failpoints have for them; "all" for all that live."""
-        return [peer for peer in self.peers if peer.answers_to(who) and not peer.ended]
+        return [peer for peer in self.in_order if peer.answers_to(who) and not peer.ended]
+
+    @property
+    def in_order(self) -> list[Peer]:
+        """Those who have said who they are: client, EngineCore, workers by rank."""
+        known = [peer for peer in self.peers if peer.role]
+        return sorted(known, key=lambda peer: (peer.slot, self.peers.index(peer)))
 
     @property
     def workers(self) -> dict[int, Peer]:

@@ -38,6 +38,9 @@ l                 all steps, only rpc and lifecycle, only lifecycle
 enter             everything about this step: attributes, traceback, queues
 q                 quit
 
+Why is a rank late? f goes to what went wrong or was held up. When nothing
+was, look for a process that waits: it says for whom, and what that one does.
+
 One step is one recorded event: a span begins, ends or notes something.
 The picture shows the state right after it. "It will take" looks ahead:
 the trace knows how long each span was going to last.

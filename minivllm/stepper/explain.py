@@ -58,6 +58,11 @@ class Explainer:
         if step.note is not None and step.note.name == "failpoint":
             action = step.note.attributes.get("minivllm.action", "")
             lines.append(Text(f"MINIVLLM_FAILPOINTS breaks the run here: {action}", _ERROR))
+        status = self._words.status(self._history.at(index), step.span.process)
+        if status.detail:
+            lines.append(
+                Text(f"{self._words.name(step.span.process)} {status.note}; {status.detail}", "bold")
+            )
         for what, before, after in self.changes(index):
             lines.append(Text.assemble((f"{what}: ", "bold"), f"{before} → {after}"))
         if spec is not None:

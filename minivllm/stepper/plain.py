@@ -14,6 +14,7 @@ from minivllm.stepper.explain import attribute_text
 from minivllm.stepper.screen import Screen, wrap
 from minivllm.stepper.source import place_of
 from minivllm.stepper.steps import Kind
+from minivllm.timeline import text as words
 from minivllm.timeline import theme
 from minivllm.timeline.run import step_label
 from minivllm.tracing.catalogue import SPANS
@@ -47,6 +48,8 @@ def _block(screen: Screen, index: int, columns: int) -> Iterator[Text]:
         Kind.WRITTEN: "has written its message",
         Kind.NOTE: f"notes {step.note.name}" if step.note is not None else "",
     }.get(step.kind) or ("is cut off" if span.unfinished else "fails" if span.is_error else "ends")
+    if step.ends:
+        what += f" after {words.duration(span.duration_ns)}"
     head = Text.assemble(
         f"{index + 1:6d}  {walk.run.at(step.time_ns) / 1e9:11.6f} s  ",
         (f"{actor.name:<11}", theme.color(actor.slot)),

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from minivllm.tracing.catalogue import SPANS
 from minivllm.tracing.place import local
-from minivllm.tracing.process import identity
-from minivllm.tracing.spec import LIFECYCLE, SpanSpec
+from minivllm.tracing.process import ROLES, identity
+from minivllm.tracing.spec import CLIENT, LIFECYCLE, SpanSpec
 
 if TYPE_CHECKING:
     from minivllm.tracing.spans import Span
@@ -55,7 +55,9 @@ class Gate:
         except OSError:
             self._socket.close()
             raise
-        self._send({"hello": {"pid": identity.pid, "role": identity.role, "rank": identity.rank}})
+        # The controller's own process has its first stop before anybody has said who it is.
+        role = identity.role if identity.role in ROLES else CLIENT
+        self._send({"hello": {"pid": identity.pid, "role": role, "rank": identity.rank}})
         threading.Thread(target=self._listen, name=THREAD_NAME, daemon=True).start()
 
     def stop(self, entry: SpanSpec, item: Span) -> None:

@@ -1,0 +1,261 @@
+"""What each trace level costs: a queue's round trip, a collective_rpc, and a decode step, against no tracing.
+
+python tests/benchmarks/bench_tracing.py [--rounds 5] [--only queue,rpc,decode] [--out docs/benchmarks]
+
+Each figure is taken in a process of its own, the levels in turn, so that what else the machine does meets all of them; the
+median of the rounds counts. With --out it also writes tracing.json, tracing.md and tracing.svg. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+LEVELS = ("off", "lifecycle", "rpc", "message")
+COLOURS = {"lifecycle": "#3f9fe0", "rpc": "#3fb068", "message": "#e0a030"}
+WHAT = {
+    "queue": ("one message of 100 B and its answer, 1 reader", "µs"),
+    "rpc": ("an empty collective_rpc, both of 2 ranks reply", "µs"),
+    "decode": ("one decode step of the tiny model, tp=2, 8 requests", "ms"),
+}
+# What the levels may cost, in per cent of a decode step.
+ALLOWED = {"lifecycle": 1.0, "rpc": 5.0, "message": 15.0}
+STEPS = 96
+
+
+# --- one figure, in its own process -------------------------------------------------------------------
+
+
+def queue() -> float:
+    """p50 of a round trip, in microseconds."""
+    import multiprocessing
+
+    from minivllm import tracing
+    from minivllm.distributed.shm_broadcast import MessageQueue
+
+    requests = MessageQueue(1, 1, name="there")
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    with tracing.child_environment():
+        process = context.Process(target=answer, args=(requests.export_handle(), theirs), daemon=True)
+        process.start()
+    answers = MessageQueue.create_from_handle(mine.recv(), 0)
+    requests.wait_until_ready()
+    answers.wait_until_ready()
+    payload, times = b"x" * 100, []
+    for _ in range(6000):
+        started = time.perf_counter()
+        requests.enqueue(payload)
+        answers.dequeue()
+        times.append(time.perf_counter() - started)
+    requests.enqueue(None)
+    process.join(10)
+    requests.shutdown()
+    answers.shutdown()
+    return statistics.median(times[1000:]) * 1e6
+
+
+def answer(handle: Any, connection: Any) -> None:
+    from minivllm import tracing
+    from minivllm.distributed.shm_broadcast import MessageQueue
+
+    tracing.configure("worker", rank=0)
+    requests = MessageQueue.create_from_handle(handle, 0)
+    answers = MessageQueue(1, 1, name="back")
+    connection.send(answers.export_handle())
+    requests.wait_until_ready()
+    answers.wait_until_ready()
+    while requests.dequeue(indefinite=True) is not None:
+        answers.enqueue(1)
+    tracing.shutdown()
+
+
+def rpc() -> float:
+    """p50 of a call, in microseconds."""
+    from executor_helpers import make_executor
+
+    executor, times = make_executor(tp=2), []
+    for _ in range(4000):
+        started = time.perf_counter()
+        executor.collective_rpc("echo")
+        times.append(time.perf_counter() - started)
+    executor.shutdown()
+    return statistics.median(times[1000:]) * 1e6
+
+
+def decode() -> float:
+    """Milliseconds of a step; the best of three generations."""
+    from minivllm import LLM, SamplingParams
+
+    level, directory = os.environ["MINIVLLM_TRACE"], os.environ.get("MINIVLLM_TRACE_DIR")
+    trace = {"trace": directory, "trace_level": level} if level != "off" else {}
+    best = float("inf")
+    with LLM(tensor_parallel_size=2, device="cpu", **trace) as llm:
+        params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+        prompts = [[10 * i + j + 1 for j in range(8)] for i in range(8)]
+        llm.generate(prompts, params, use_tqdm=False)
+        for _ in range(3):
+            started = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            best = min(best, time.perf_counter() - started)
+    return best / STEPS * 1e3
+
+
+def one(name: str) -> float:
+    from minivllm import tracing
+
+    if name != "decode":
+        tracing.configure("engine_core")
+    figure = {"queue": queue, "rpc": rpc, "decode": decode}[name]()
+    tracing.shutdown()
+    return figure
+
+
+def in_own_process(name: str, level: str) -> float:
+    with tempfile.TemporaryDirectory() as directory:
+        own = {"MINIVLLM_TRACE": level, "OMP_NUM_THREADS": "1"}
+        if level != "off":
+            own["MINIVLLM_TRACE_DIR"] = directory
+        foreign = {k: v for k, v in os.environ.items() if not k.startswith(("MINIVLLM_", "OTEL_"))}
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).resolve()), "--one", name],
+            env={**foreign, **own},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+    return float(done.stdout.split()[-1])
+
+
+# --- what is written ----------------------------------------------------------------------------------
+
+
+def percent(figures: dict[str, float], level: str) -> float:
+    return (figures[level] / figures["off"] - 1) * 100
+
+
+def markdown(report: dict[str, Any]) -> str:
+    lines = [
+        "# What tracing costs",
+        "",
+        "What takes how long at each trace level, and how much more that is than without tracing. The steps of level `lifecycle`",
+        "are those of start-up, failure and shutdown: while tokens are computed there are none.",
+        "",
+        f"{report['machine']}. Median of {report['rounds']} rounds, the levels in turn. Written by "
+        "`tests/benchmarks/bench_tracing.py`.",
+        "",
+        "![Cost of each level](tracing.svg)",
+        "",
+        "| | " + " | ".join(LEVELS) + " |",
+        "|---|" + "---|" * len(LEVELS),
+    ]
+    for name, figures in report["figures"].items():
+        what, unit = WHAT[name]
+        cells = [f"{figures['off']:.3g} {unit}"]
+        cells += [
+            f"{figures[level]:.3g} {unit} ({percent(figures, level):+.1f} %)"
+            for level in LEVELS[1:]
+            if level in figures
+        ]
+        lines.append(f"| {what} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "A message or an empty call is the worst case: it is little more than what is traced about it. What counts is the last line.",
+    ]
+    if "decode" in report["figures"]:
+        figures = report["figures"]["decode"]
+        limits = ", ".join(f"{level} {ALLOWED[level]:g} %" for level in ALLOWED)
+        kept = all(percent(figures, level) <= ALLOWED[level] for level in ALLOWED)
+        lines += [
+            f"The limits for a decode step are {limits}; this recording {'keeps' if kept else 'does not keep'} them."
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def svg(report: dict[str, Any]) -> str:
+    """A panel per measure, a bar per level: per cent more than without tracing."""
+    width, height, left, top, gap = 210, 150, 46, 30, 36
+    panels = list(report["figures"].items())
+    total, bottom = left + len(panels) * (width + gap), top + height
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {bottom + 60}" font-family="sans-serif" '
+        'font-size="11" fill="#444">',
+        f'<rect width="{total}" height="{bottom + 60}" fill="white"/>',
+    ]
+    for number, (name, figures) in enumerate(panels):
+        x0 = left + number * (width + gap)
+        shares = {level: percent(figures, level) for level in LEVELS[1:]}
+        highest = max(1.0, *shares.values())
+        out.append(f'<text x="{x0}" y="{top - 12}" font-weight="bold">{name}</text>')
+        out.append(f'<path d="M{x0} {bottom}H{x0 + width}" stroke="#bbb"/>')
+        for place, (level, share) in enumerate(shares.items()):
+            x, tall = x0 + 18 + place * 62, max(0.0, share) / highest * (height - 20)
+            out.append(
+                f'<rect x="{x}" y="{bottom - tall:.1f}" width="40" height="{tall:.1f}" fill="{COLOURS[level]}"/>'
+            )
+            out.append(
+                f'<text x="{x + 20}" y="{bottom - tall - 5:.1f}" text-anchor="middle">{share:+.1f} %</text>'
+            )
+            out.append(f'<text x="{x + 20}" y="{bottom + 15}" text-anchor="middle">{level}</text>')
+        unit = WHAT[name][1]
+        out.append(
+            f'<text x="{x0}" y="{bottom + 36}" fill="#777">without tracing {figures["off"]:.3g} {unit}</text>'
+        )
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default=",".join(WHAT), help="queue, rpc, decode")
+    parser.add_argument("--out", type=Path, help="directory for tracing.json, tracing.md and tracing.svg")
+    parser.add_argument("--one", choices=list(WHAT), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(one(options.one))
+        return
+    figures: dict[str, dict[str, float]] = {}
+    for name in options.only.split(","):
+        rounds: dict[str, list[float]] = {level: [] for level in LEVELS}
+        for number in range(options.rounds):
+            # Forwards and backwards, so that a machine that gets slower does not favour the first.
+            for level in LEVELS if number % 2 == 0 else LEVELS[::-1]:
+                rounds[level].append(in_own_process(name, level))
+        figures[name] = {level: statistics.median(values) for level, values in rounds.items()}
+        unit = WHAT[name][1]
+        print(
+            f"{name:7} "
+            + "  ".join(
+                f"{level} {value:.3g} {unit}"
+                + (f" ({percent(figures[name], level):+.1f} %)" if level != "off" else "")
+                for level, value in figures[name].items()
+            ),
+            flush=True,
+        )
+    report = {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}",
+        "rounds": options.rounds,
+        "figures": figures,
+    }
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "tracing.json").write_text(json.dumps(report, indent=1) + "\n")
+        (options.out / "tracing.md").write_text(markdown(report))
+        (options.out / "tracing.svg").write_text(svg(report))
+        print(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()
