@@ -78,6 +78,7 @@ environment_variables: dict[str, EnvVar] = {
     "MINIVLLM_WORKER_STUCK_TIMEOUT_S": EnvVar(float, "5", "how long a rank may stay in a call that has failed on another rank, in seconds", is_deadline=True),
     "MINIVLLM_MAX_CONCURRENT_BATCHES": EnvVar(_optional_int, "", "batches in flight, in place of the number that stages and async scheduling ask for; 1: no batch queue"),
     "MINIVLLM_CPU_KVCACHE_BYTES": EnvVar(int, str(64 << 20), "KV cache budget of one rank on a CPU, in bytes"),
+    "MINIVLLM_CPU_BIND_CORES": EnvVar(_flag, "1", "0 lets the ranks of an engine on a CPU move between cores"),
     "MINIVLLM_LOOPBACK_IP": EnvVar(str, "", "address of the rendezvous between local workers"),
 }
 # fmt: on

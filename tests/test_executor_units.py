@@ -23,6 +23,7 @@ from minivllm.executor.abstract import Executor
 from minivllm.executor.remote_exception import describe_exception
 from minivllm.executor.status_page import StatusPage, WorkerState
 from minivllm.executor.uniproc_executor import UniProcExecutor
+from minivllm.platforms import cpu
 from minivllm.utils import numa_utils, system_utils
 from minivllm.worker.worker_base import WorkerWrapperBase, resolve_worker_class
 
@@ -227,6 +228,14 @@ def test_a_signal_that_another_thread_takes_waits_as_well() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_each_rank_on_a_cpu_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3, 5, 8})
+    assert [cpu.core_share(rank, 2) for rank in range(2)] == [{1, 2}, {3, 5}]
+    assert [cpu.core_share(rank, 5) for rank in range(5)] == [{1}, {2}, {3}, {5}, {8}]
+    assert cpu.core_share(0, 1) == {1, 2, 3, 5, 8}
+    assert cpu.core_share(0, 6) is None, "more ranks than cores: nobody is bound"
 
 
 def test_numa(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A CPU as the device: each rank gets its share of the cores.
 
-vLLM 0.25.1: vllm/platforms/cpu.py (CpuPlatform)
+vLLM 0.25.1: vllm/platforms/cpu.py (CpuPlatform), vllm/v1/worker/cpu_worker.py (CPUWorker.init_device)
 Articles: part 1 §5
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, ClassVar
 
+from minivllm import envs
 from minivllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
@@ -19,6 +20,15 @@ def usable_cores() -> int:
     """Cores that this process may run on."""
     # macOS knows no affinity.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def core_share(local_rank: int, local_world_size: int) -> set[int] | None:
+    """The cores of one rank: neighbours, and as many as every other rank has. None: fewer cores than ranks."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // local_world_size
+    return set(cores[local_rank * each : (local_rank + 1) * each]) or None
 
 
 class CpuPlatform(Platform):
@@ -32,6 +42,12 @@ class CpuPlatform(Platform):
         if not os.environ.get("OMP_NUM_THREADS"):
             # More threads than cores makes ranks that wait for each other push each other off the cores.
             torch.set_num_threads(max(1, usable_cores() // local_world_size))
+        # Ranks meet in every layer. One that the kernel moves to another core finds its caches cold there, and the
+        # others wait for it. A rank alone is left where it is: it may be in the caller's own process.
+        if local_world_size > 1 and envs.MINIVLLM_CPU_BIND_CORES:
+            share = core_share(local_rank, local_world_size)
+            if share is not None:
+                os.sched_setaffinity(0, share)
         return torch.device("cpu")
 
     def get_memory_info(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
+import os
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -108,6 +109,8 @@ class Worker(WorkerBase):
             with tracing.span("device.bind", local_rank=self.local_rank) as s:
                 self.device = self.platform.bind_device(self.local_rank, parallel_config.local_world_size)
                 s.set(device=str(self.device), threads=torch.get_num_threads())
+                if hasattr(os, "sched_getaffinity"):
+                    s.set(cores=str(sorted(os.sched_getaffinity(0))))
             init_worker_distributed_environment(
                 self.vllm_config,
                 self.rank,
