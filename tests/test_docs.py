@@ -112,6 +112,11 @@ def test_chapters_name_sections_spans_and_walkthroughs_that_exist(coverage: Modu
         assert not chapter.walkthrough or (ROOT / "walkthroughs" / chapter.walkthrough).is_file()
 
 
+def test_every_section_of_the_articles_has_a_chapter(coverage: ModuleType) -> None:
+    assert coverage.uncovered() == []
+    assert [chapter.number for chapter in coverage.chapters()] == list(coverage.CHAPTERS)
+
+
 def test_spans_on_pages_exist(coverage: ModuleType) -> None:
     """A failpoint on a page names a span of the catalogue, so that the command runs as written."""
     from minivllm.tracing import catalogue

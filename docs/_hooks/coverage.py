@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOUR = ROOT / "docs" / "tour"
@@ -85,7 +86,7 @@ SECTIONS: dict[str, str] = {
 }
 
 
-# The chapters that the tour is to have.
+# The chapters of the tour.
 CHAPTERS = {
     1: "process topology",
     2: "MultiprocExecutor's initialisation",
@@ -149,45 +150,54 @@ _HEADS = {
 
 
 def contents(language: str) -> str:
-    """The tour's table of contents, and which chapters are missing."""
+    """The tour's table of contents."""
     told = chapters(".md" if language == "en" else f".{language}.md")
     lines = [_HEADS[language], "|---|---|---|"]
     for chapter in told:
         script = f"`walkthroughs/{chapter.walkthrough}`" if chapter.walkthrough else "–"
         target = chapter.path.name.replace(f".{language}.md", ".md")
         lines.append(f"| [{chapter.title}]({target}) | {chapter.aim.replace('|', '&#124;')} | {script} |")
-    numbers = {chapter.number for chapter in told}
-    missing = [f"{number} ({subject})" for number, subject in CHAPTERS.items() if number not in numbers]
-    if missing and language == "en":
-        lines += ["", f"Not written yet: {', '.join(missing)}."]
     return "\n".join(lines)
+
+
+def uncovered() -> list[str]:
+    """Sections that no chapter covers."""
+    told = {section for chapter in chapters() for section in chapter.articles}
+    return [section for section in SECTIONS if section not in told]
 
 
 def page() -> str:
     from minivllm.tracing import catalogue
 
+    if missing := uncovered():
+        raise PluginError(f"no chapter of the tour covers {', '.join(missing)}")
     told = chapters()
     lines = [
         "---\ntitle: Article sections\nhide: [toc]\n---",
         "",
         "# Where each section of the articles is covered",
         "",
-        "Section by section: the chapter that covers it, and the spans in which a run shows it. Made from the chapters' front matter",
-        "and the span catalogue. A dash under *chapter* means that it is not written yet.",
+        "Section by section: the chapter that covers it with its walkthrough, and the spans in which a run shows it. Made from the",
+        "chapters' front matter and the span catalogue; a section without a chapter fails the build.",
     ]
     for part in ("part 1", "part 2"):
         lines += [
             "",
             f"## {part.capitalize()}",
             "",
-            "| section | subject | chapter | spans |",
+            "| section | subject | chapter, walkthrough | spans |",
             "|---|---|---|---|",
         ]
         for section, subject in SECTIONS.items():
             if not section.startswith(part):
                 continue
-            pages = ", ".join(f"[{c.title}]({c.path.name})" for c in told if section in c.articles) or "–"
+            pages = "<br>".join(_with_walkthrough(c) for c in told if section in c.articles)
             spans = [name for name, spec in catalogue.SPANS.items() if section in spec.articles]
             shown = ", ".join(f"[`{name}`](../reference/spans.md#{name})" for name in spans) or "–"
             lines.append(f"| {section.removeprefix(part + ' ')} | {subject} | {pages} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def _with_walkthrough(chapter: Chapter) -> str:
+    link = f"[{chapter.title}]({chapter.path.name})"
+    return f"{link} <small>`{chapter.walkthrough}`</small>" if chapter.walkthrough else link
