@@ -33,7 +33,7 @@ TEXTS = {
     "en": {
         "none": "No run on a GPU has been recorded yet.",
         "where": "Recorded on {machine}.",
-        "measured": "What is in colour differs from run to run.",
+        "measured": " What is in colour differs from run to run.",
     },
     "zh": {
         "none": "还没有在 GPU 上录制的运行。",
@@ -70,7 +70,7 @@ def _shown(path: outputs.Path, texts: dict[str, str]) -> list[str]:
     output = Output.read(path)
     caption = f"`{output.command}`<br>{texts['where'].format(machine=output.machine)}"
     if output.measured:
-        caption += f" {texts['measured']}"
+        caption += texts["measured"]
     return [f"picture-of output {path.relative_to(ROOT)}", f"<small>{caption}</small>"]
 
 
