@@ -324,3 +324,15 @@ def test_links_of_chinese_pages_lead_somewhere(site: Path) -> None:
             target = link.partition("#")[0]
             if target and "://" not in target:
                 assert (page.parent / target).is_file(), f"{page.relative_to(site)}: {link}"
+
+
+def test_names_in_diagrams_are_those_of_the_code() -> None:
+    """A class, method or attribute that is drawn exists in the package."""
+    words: set[str] = set()
+    for path in (ROOT / "minivllm").rglob("*.py"):
+        words |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    for picture in ("classes", "busy-loop", "topology"):
+        text = (ROOT / "docs" / "assets" / "diagrams" / f"{picture}.svg").read_text(encoding="utf-8")
+        drawn = re.findall(r'<text class="mono"[^>]*>([A-Za-z_]\w+)(?:\(|<|\[)', text)
+        assert len(drawn) > 4
+        assert not set(drawn) - words - {"func", "words"}

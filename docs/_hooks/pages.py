@@ -18,6 +18,7 @@ import languages
 import marks
 import originals
 import players
+import sequences
 import source
 import steps
 import symbols
@@ -303,6 +304,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         timelines.expand,
         steps.expand,
         players.expand,
+        sequences.expand,
         explorer.expand,
         tabs.expand,
         originals.expand,
