@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from itertools import pairwise
 
 import pytest
 from walkthrough_runs import ROOT, Runs, outputs
+
+from minivllm.trace_store import TraceStore
 
 pytestmark = pytest.mark.timeout(150)
 every_walkthrough = pytest.mark.parametrize("name", outputs.scripts())
@@ -73,9 +76,74 @@ def test_spawn(walkthrough: Runs) -> None:
     assert len(run.store().spans("worker.bootstrap")) == 2
 
 
+def test_worker_class(walkthrough: Runs) -> None:
+    """WorkerProc builds the class, the device with its groups, the model and the queues, in this order, on every rank."""
+    run = walkthrough("04_worker_class")
+    store = run.store()
+    for rank in (0, 1):
+        order = [
+            store.spans(f"worker.{name}", rank=rank)[0]
+            for name in (
+                "init_worker",
+                "init_device",
+                "load_model",
+                "init_message_queues",
+                "enable_envs_cache",
+            )
+        ]
+        assert all(before.end_ns <= after.start_ns for before, after in pairwise(order))
+        titles = [span.get("title") for span in store.spans("worker.set_process_title", rank=rank)]
+        assert titles == ["Worker", f"Worker_TP{rank}"]
+    assert "no worker yet" in " ".join(run.text.split())
+
+
+def test_init_device(walkthrough: Runs) -> None:
+    """Device, groups, memory, runner; and a late rank makes the other one wait where they meet."""
+    run = walkthrough("05_init_device")
+    store = run.store()
+    for rank in (0, 1):
+        first = {
+            name: store.spans(name, rank=rank)[0]
+            for name in ("device.bind", "dist.new_group", "device.memory_snapshot", "runner.init")
+        }
+        assert sorted(first, key=lambda name: first[name].start_ns) == list(first)
+        assert len(store.spans("dist.init_communicator", rank=rank)) == 3
+    late = TraceStore.open(run.trace / "late")
+    waits = {span.rank: span.duration_ns for span in late.spans("dist.rendezvous")}
+    assert waits[0] > 10 * waits[1]
+
+
 def test_which_runner(walkthrough: Runs) -> None:
     spans = walkthrough("06_which_runner").store().spans("runner.select")
     assert [span.get("runner") for span in spans] == ["V2", "V2"]
+
+
+def test_memory_and_graphs(walkthrough: Runs) -> None:
+    """Each rank reads half; no rank allocates its cache before every rank has measured its peak."""
+    run = walkthrough("08_memory_and_graphs")
+    store = run.store()
+    for load in store.spans("model.load_weights"):
+        assert load.get("bytes") < 0.51 * load.get("bytes_of_whole_tensors")
+    measured = max(span.end_ns for span in store.spans("worker.determine_available_memory"))
+    assert measured <= min(span.start_ns for span in store.spans("runner.initialize_kv_cache"))
+    assert "rank 1 holds rows 128 to 255" in run.text
+    assert all(span.get("reason") == "a CPU has no graphs" for span in store.spans("runner.capture_model"))
+
+
+def test_one_step(walkthrough: Runs) -> None:
+    """All ranks sample, one replies; a prompt that is not done gives no token."""
+    run = walkthrough("11_one_step")
+    store = run.store()
+    for method in ("execute_model", "sample_tokens"):
+        calls = [s for s in store.spans("rpc.execute") if s.attributes["rpc.method"] == method]
+        assert {span.rank for span in calls} == {0, 1}
+        replies = {
+            span.rank for span in calls for child in store.children(span) if child.name == "rpc.handle_output"
+        }
+        assert replies == {0}
+    words = " ".join(run.text.split())
+    assert "no: its prompt is not done" in words
+    assert words.count("5 computed, last token 12 5 computed, no token yet") == 2
 
 
 def test_collective_rpc(walkthrough: Runs) -> None:
