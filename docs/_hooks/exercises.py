@@ -18,13 +18,13 @@ def page() -> str:
     lines = [
         "# Exercises",
         "",
-        f"{len(EXERCISES)} small programs, each with one defect of the kind that this layer has, and each about a page long. You get the",
+        "Small programs with one defect each, of the kind that this layer has, and each about a page long. You get the",
         "file, find what is wrong, and change it until the check finds nothing broken any more. The check runs your code with real",
         "processes, names the invariant that is broken and how it saw that, and ends in any case, also when your code does not.",
         "",
         "```sh",
         "minivllm learn list                # the exercises, and which are started and passed here",
-        "minivllm learn start one-slot      # writes one_slot.py into the working directory, and says what to do",
+        "minivllm learn start one-slot      # writes one_slot.py, and says what to do",
         "minivllm learn check one-slot      # tries the invariants; exit code 1 while one is broken",
         "minivllm learn hint one-slot       # the next of three hints",
         "minivllm learn solution one-slot   # prints a solution",
@@ -40,7 +40,7 @@ def page() -> str:
         about = exercise.about
         lines.append(
             f"| {exercise.number} | [`{exercise.name}`](#{exercise.name}) | {about.title} "
-            f"| {marks.chapter(about.chapter, 'tour/', SOURCE)} | {about.minutes} |"
+            f"| {marks.chapter(about.chapter, 'tour/', SOURCE, '{}')} | {about.minutes} |"
         )
     for exercise in EXERCISES:
         about = exercise.about

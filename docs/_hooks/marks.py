@@ -13,6 +13,7 @@ from mkdocs.structure.files import File
 from mkdocs.structure.pages import Page
 
 PAGES = ("reference/errata.md", "reference/glossary.md")
+LABEL = "chapter&nbsp;{}"
 _MARK = re.compile(r"(?<![\w`/])@(\d+|[a-z_]+(?:\.[a-z_]+)?)")
 
 
@@ -29,7 +30,9 @@ def resolve(markdown: str, file: File) -> str:
     def link(match: re.Match[str]) -> str:
         mark = match[1]
         if mark.isdigit():
-            return chapter(int(mark), "../tour/", file.src_uri)
+            # In a column of chapters the number is enough.
+            label = "{}" if markdown[: match.start()].endswith("| ") else LABEL
+            return chapter(int(mark), "../tour/", file.src_uri, label)
         if mark not in catalogue.SPANS:
             raise PluginError(f"{file.src_uri}: there is no step {mark}")
         return f"[`{mark}`](spans.md#{mark})"
@@ -37,11 +40,12 @@ def resolve(markdown: str, file: File) -> str:
     return _MARK.sub(link, markdown)
 
 
-def chapter(number: int, tour: str, page: str) -> str:
+def chapter(number: int, tour: str, page: str, label: str = LABEL) -> str:
     """A link to a chapter, or its number where it has not been written yet."""
+    text = label.format(number)
     if number not in coverage.CHAPTERS:
         raise PluginError(f"{page}: the tour has no chapter {number}")
     for one in coverage.chapters():
         if one.number == number and not one.path.name.endswith(".zh.md"):
-            return f"[chapter {number}]({tour}{one.path.name})"
-    return f"chapter {number}"
+            return f"[{text}]({tour}{one.path.name})"
+    return text

@@ -34,8 +34,9 @@ class Obligation:
 
     Attributes:
         scene: what was done.
-        vllm, minivllm: `what` happens and why, what was `printed`; vLLM's `where` and what `later` versions do,
-            minivllm's `source` (file:definition) and `tests`.
+        vllm, minivllm: what happens in `short`, `what` and why, and what was `printed`; vLLM's `evidence` (measured, or
+            read from the code), `where` it is and what `later` versions do; minivllm's `source` (file:definition) and
+            `tests`.
     """
 
     number: int
@@ -65,8 +66,8 @@ def page() -> str:
     lines = [
         "# Where the original breaks",
         "",
-        f"{len(rows)} things that one may expect of an executor over several processes. Each has hurt users of vLLM, or stands in its code",
-        "waiting to. On the left is what vLLM 0.25.1 does, on the right what minivllm does, with the test that keeps it so.",
+        "Twenty things that one may expect of an executor over several processes, each of which has hurt users of vLLM or stands in its",
+        "code waiting to: what vLLM 0.25.1 does, what minivllm does, and the test that keeps it so.",
         "",
         "This is no verdict on vLLM, which runs more models on more devices than anything else, and whose executor is used by people who",
         "seldom meet these corners. It is what one learns most from: each is a few lines, most are sensible, and they break where two of",
@@ -80,16 +81,16 @@ def page() -> str:
         f"* **Versions:** {meta['versions']['vllm']}; {meta['versions']['minivllm']}.",
         f"* **Machine:** {meta['machine']}; other work ran on it at the same time. Recorded {meta['recorded']}.",
         "* Each engine uses its default start method: vLLM's library fork, minivllm spawn.",
-        "* *Measured* means that it was run; *read* that it is known from the code only. What is said about 0.33.0 was not run for this page: it",
-        "  comes from its source and from an earlier run of such scenes.",
+        "* All scenes were run on both engines. What is said about 0.33.0 was not run for this page: it comes from its source and from an earlier",
+        "  run of such scenes; and where a sentence says that something was not run, it was read from the code.",
         "",
-        "| | obligation | vLLM 0.25.1 | chapter |",
-        "|---|---|---|---|",
+        "| | obligation | vLLM 0.25.1 | minivllm | chapter |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row.number} | [{row.title}](#{row.anchor}) | {row.vllm['evidence']} "
-            f"| {marks.chapter(row.chapter, '../tour/', PAGE)} |"
+            f"| {row.number} | [{row.title}](#{row.anchor}) | {row.vllm['short']} | {row.minivllm['short']} "
+            f"| {marks.chapter(row.chapter, '../tour/', PAGE, '{}')} |"
         )
     for row in rows:
         lines += ["", f"## {row.number} {row.title} {{ #{row.anchor} }}", "", row.scene, "", *_both(row)]

@@ -58,16 +58,16 @@ def versions(engine: str) -> str:
 
 def main() -> None:
     engine, numbers = sys.argv[1], [int(number) for number in sys.argv[2:]]
-    data = json.loads(DATA.read_text(encoding="utf-8"))
-    for row in data["obligations"]:
-        if numbers and row["number"] not in numbers:
-            continue
-        print(f"== {row['number']} {row['title']}", flush=True)
-        row[engine]["printed"] = run(engine, row["number"])
-        print(row[engine]["printed"], flush=True)
-    data["versions"][engine] = versions(engine)
-    data["recorded"] = datetime.date.today().isoformat()
-    DATA.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for number in numbers or range(1, 21):
+        printed = run(engine, number)
+        # Read again each time: the other engine may be recorded at the same time.
+        data = json.loads(DATA.read_text(encoding="utf-8"))
+        row = next(row for row in data["obligations"] if row["number"] == number)
+        print(f"== {number} {row['title']}\n{printed}", flush=True)
+        row[engine]["printed"] = printed
+        data["versions"][engine] = versions(engine)
+        data["recorded"] = datetime.date.today().isoformat()
+        DATA.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
