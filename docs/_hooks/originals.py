@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "originals.json"
 PAGE = "reference/where-the-original-breaks.md"
+COLUMNS = 88
 _BLOCK = re.compile(r"^```original\n(?P<number>\d+)\n```$", re.M)
 
 
@@ -114,7 +116,10 @@ def _both(row: Obligation) -> list[str]:
 
 
 def _printed(title: str, text: str) -> list[str]:
-    return [f'```text title="{title}"', *[line.rstrip() for line in text.splitlines()], "```", ""]
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent="    ", break_long_words=False) or [""]
+    return [f'```text title="{title}"', *lines, "```", ""]
 
 
 def _where(place: str) -> str:
