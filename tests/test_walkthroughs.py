@@ -98,7 +98,7 @@ def test_worker_class(walkthrough: Runs) -> None:
 
 
 def test_init_device(walkthrough: Runs) -> None:
-    """Device, groups, memory, runner; and a late rank makes the other one wait where they meet."""
+    """Device, groups, memory, runner, in this order; and no rank leaves the meeting before the last one has come."""
     run = walkthrough("05_init_device")
     store = run.store()
     for rank in (0, 1):
@@ -108,9 +108,9 @@ def test_init_device(walkthrough: Runs) -> None:
         }
         assert sorted(first, key=lambda name: first[name].start_ns) == list(first)
         assert len(store.spans("dist.init_communicator", rank=rank)) == 3
-    late = TraceStore.open(run.trace / "late")
-    waits = {span.rank: span.duration_ns for span in late.spans("dist.rendezvous")}
-    assert waits[0] > 10 * waits[1]
+    for trace in (store, TraceStore.open(run.trace / "late")):
+        meetings = trace.spans("dist.rendezvous")
+        assert min(span.end_ns for span in meetings) >= max(span.start_ns for span in meetings)
 
 
 def test_which_runner(walkthrough: Runs) -> None:
