@@ -77,7 +77,7 @@ def run(name: str, directory: Path, device: str = "cpu") -> Output:
     done = subprocess.run(
         [sys.executable, str(WALKTHROUGHS / f"{name}.py"), *arguments],
         cwd=directory,
-        env=_environment(),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -87,10 +87,10 @@ def run(name: str, directory: Path, device: str = "cpu") -> Output:
         raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     printed = done.stdout.replace(f"{ROOT}/", "").strip("\n")
     command = " ".join(["python", f"walkthroughs/{name}.py", *arguments])
-    return Output(command, _machine(device), tuple(printed.split("\n")))
+    return Output(command, machine(device), tuple(printed.split("\n")))
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Nothing of the caller's settings, and a terminal of a fixed width with colours."""
     from minivllm import envs
 
@@ -105,7 +105,8 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _machine(device: str) -> str:
+def machine(device: str) -> str:
+    """Where a recording was made, in words."""
     import platform
     from importlib.metadata import version
 

@@ -18,6 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import commands
 import outputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,15 +162,23 @@ def anonymous(text: str, trace: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="runs and walkthroughs (default: all)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="runs, walkthroughs, and commands for those on the pages (default: all)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     runs = list(RECORDINGS) if args.device == "cpu" else []
-    known = [*runs, *outputs.scripts()]
+    known = [*runs, *outputs.scripts(), *(["commands"] if args.device == "cpu" else [])]
     for name in args.names or known:
         if name not in known:
             parser.error(f"{name} is none of {', '.join(known)}")
-        if name in RECORDINGS:
+        if name == "commands":
+            with tempfile.TemporaryDirectory() as temp:
+                commands.record(Path(temp))
+        elif name in RECORDINGS:
             record(name)
         else:
             record_walkthrough(name, args.device)
