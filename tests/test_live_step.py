@@ -131,20 +131,16 @@ def test_bad_input_is_refused_before_anything_starts(arguments: list[str], said:
 
 
 def test_ranks_stand_in_the_rendezvous_until_the_last_one_comes(tmp_path: Path) -> None:
-    commands = "until dist.rendezvous@rank0; step rank0; show; until dist.rendezvous@rank1; step rank1; step all; run"
+    commands = "until dist.rendezvous@rank0; step rank0; show; until dist.init_process_group@rank0; run"
     done = scripted(
         "",
         *["-m", "minivllm.cli.main", "demo", "--device", "cpu", "--max-tokens", "2"],
         *["--trace", str(tmp_path / "trace"), "--live-step", commands],
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    answers = dict(
-        re.findall(r"^> (step rank\d)\n(.*(?:\n(?!>).*)*)", done.stdout, re.M),
-    )
-    assert "in dist.rendezvous; waits for rank 1, which is stopped before" in answers["step rank0"], (
-        done.stdout
-    )
-    assert "rank 1      stopped before dist.init_process_group" in answers["step rank1"]
+    blocked, _, together = done.stdout.partition("> step rank0\n")[2].partition("> until")
+    assert "rank 0      in dist.rendezvous; waits for rank 1, which is" in blocked, done.stdout
+    assert "rank 0      stopped before dist.init_process_group" in together, done.stdout
     picture = done.stdout.partition("> show\n")[2].partition("> until")[0]
     assert "processes stopped" in picture and "dist.rendezvous" in picture and "tracing.span(" in picture
     assert "The for statement" in done.stdout
@@ -172,7 +168,7 @@ def test_no_deadline_runs_while_somebody_stands() -> None:
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_other_start_methods(method: str) -> None:
     done = scripted(
-        "step client; until worker.init@rank1; step all; run",
+        "step client; until worker.init_worker@rank1; run",
         MINIVLLM_WORKER_MULTIPROC_METHOD=method,
         MINIVLLM_ENABLE_MULTIPROCESSING="0" if method == "forkserver" else "1",
     )

@@ -139,7 +139,7 @@ def in_own_process(name: str, level: str) -> float:
             capture_output=True,
             text=True,
             check=True,
-            timeout=300,
+            timeout=90,
         )
     return float(done.stdout.split()[-1])
 
