@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from minivllm.learn.exercise import find
 
 def main(name: str, file: str, stacks: str, report_fd: int) -> None:
     """Try every invariant of an exercise on a file, up to the first that is broken, and end the process."""
+    # Python's helper that removes semaphores of processes that are gone must outlive them: it stays in the group of
+    # whoever judges, and everything else is in one that can be ended as a whole.
+    resource_tracker.ensure_running()
+    os.setpgid(0, 0)
     with (
         kit.answer_where(Path(file), Path(stacks)),
         os.fdopen(report_fd, "w", encoding="utf-8") as report,

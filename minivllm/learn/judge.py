@@ -66,8 +66,6 @@ def judge(exercise: Exercise, file: Path, limit_s: float = LIMIT_S) -> Verdict:
             stdout=output,
             stderr=output,
             pass_fds=[writer],
-            # A group of its own: its children, and theirs, can be ended together.
-            start_new_session=True,
             env=_environment(),
         )
         os.close(writer)
@@ -78,6 +76,7 @@ def judge(exercise: Exercise, file: Path, limit_s: float = LIMIT_S) -> Verdict:
                 time.sleep(0.3)
         finally:
             _signal_group(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
         with os.fdopen(reader, encoding="utf-8") as report:
             events = [json.loads(line) for line in report if line.endswith("\n")]
@@ -108,7 +107,7 @@ def _ends(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 
 def _signal_group(group: int, number: int) -> None:
-    """To every process of the check, also when the first of them has ended."""
+    """To every process of the check, also when the first of them, whose group it is, has ended."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
