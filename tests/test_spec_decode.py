@@ -153,11 +153,9 @@ CASES = {
     "ngram-preempted": (NGRAM, {"num_gpu_blocks_override": 26, "block_size": 8}),
     "ngram-one": (NGRAM | {"num_speculative_tokens": 1}, {"max_num_seqs": 2}),
     "draft": (SAME, {}),
-    "draft-chunked": (SAME, {"max_num_batched_tokens": 9, "max_num_seqs": 6}),
     "draft-preempted": (SAME, {"num_gpu_blocks_override": 26, "block_size": 8}),
     "ngram-async": (NGRAM, {"async_scheduling": True, "num_gpu_blocks_override": 26, "block_size": 8}),
     "draft-async": (SAME, {"async_scheduling": True, "max_num_batched_tokens": 9, "max_num_seqs": 6}),
-    "draft-v1": (SAME, {"runner": "V1", "num_gpu_blocks_override": 26, "block_size": 8}),
     "draft-v1-async": (
         SAME,
         {"runner": "V1", "async_scheduling": True, "max_num_batched_tokens": 9, "max_num_seqs": 6},
