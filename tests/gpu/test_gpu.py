@@ -136,6 +136,19 @@ def test_async_scheduling_equals_transformers(reference: list[list[int]]) -> Non
         check(tokens(llm), reference)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        {"model": str(BUNDLED_CHECKPOINT), "num_speculative_tokens": 3},
+    ],
+    ids=["ngram", "draft"],
+)
+def test_drafts_that_stay_on_the_gpu(config: dict[str, Any], reference: list[list[int]]) -> None:
+    with start(async_scheduling=True, speculative_config=config) as llm:
+        check(tokens(llm), reference)
+
+
 def test_the_kv_cache_takes_what_profiling_leaves() -> None:
     directory = trace_directory("memory")
     with start(gpu_memory_utilization=0.3, max_num_seqs=64, trace=directory, trace_level="lifecycle"):
