@@ -60,8 +60,8 @@ def test_initialisation(walkthrough: Runs) -> None:
     store = run.store()
     (waiting,) = store.spans("executor.wait_for_ready")
     assert all(span.end_ns <= waiting.start_ns for span in store.spans("executor.make_worker_process"))
-    waits = {span.rank: span.duration_ns for span in store.spans("dist.rendezvous")}
-    assert waits[0] > 10 * waits[1]
+    waits = [span.duration_ns for span in store.spans("dist.rendezvous")]
+    assert max(waits) > 5 * min(waits)
     assert "rank 0 is still in dist.rendezvous" in run.text
     assert run.text.count("done") == 6
 

@@ -54,7 +54,7 @@ def main() -> None:
 
     step("Look at what each process did")
     store = TraceStore.open(args.trace)
-    processes = table("process", "pid", "spans", "of which messages", "first step", "last step")
+    processes = table("process", "pid", "spans", "messages", "first step", "last step")
     for process in store.processes():
         spans = [span for span in store.spans() if span.process is process]
         messages = [span for span in spans if span.name.startswith("mq.")]

@@ -120,7 +120,7 @@ def futures(executor: MultiprocExecutor, trace: Path) -> None:
 def timeouts(executor: MultiprocExecutor) -> None:
     step("A call that takes too long, and the call after it")
     try:
-        executor.collective_rpc("slow_on", args=(1, 0.6, "old"), timeout=0.2)
+        executor.collective_rpc("slow_on", args=(1, 0.9, "old"), timeout=0.4)
     except TimeoutError as error:
         console.print(f"  TimeoutError: {error}")
     console.print(f"  the next call: {executor.collective_rpc('echo', args=('new',), timeout=5)}")

@@ -28,7 +28,7 @@ from minivllm.executor.multiproc_executor import MultiprocExecutor
 from minivllm.trace_store import TraceStore
 from minivllm.utils.system_utils import explain_exit
 
-LIMIT_S = 0.3
+LIMIT_S = 0.4
 
 
 class Busy(LightWorker):
@@ -137,7 +137,7 @@ def two_nets() -> None:
             ours.close()
             time.sleep(0.1)
         process.terminate()
-        process.join(LIMIT_S)
+        process.join(1.0)
         outcome = explain_exit(process.exitcode)
         process.kill()
         process.join()

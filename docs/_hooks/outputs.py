@@ -172,6 +172,7 @@ def _variables() -> dict[str, str]:
 # --- what two runs have in common ---------------------------------------------------------------------
 
 _DIFFERS = (
+    (r"\S*\w…", "…"),  # cut off by the width of what stands beside it
     (r"(?:/[\w.@+-]+){2,}", "PATH"),
     (r"\b0x[0-9a-f]+\b|\b[0-9a-f]{16,}\b", "HEX"),
     (r"\b\d+\.\d+\.\d+[\w.+]*", "VERSION"),

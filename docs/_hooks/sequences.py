@@ -97,7 +97,7 @@ class Diagram:
     def svg(self, label: str) -> str:
         rows = sorted(self.rows, key=lambda row: row[0])
         zero = rows[0][0]
-        width, height = GUTTER + self.lane * len(self.lanes), TOP + ROW * len(rows) + 20
+        width, height = GUTTER + self.lane * len(self.lanes) + 8, TOP + ROW * len(rows) - 6
         parts = []
         for lane in self.lanes:
             x = self.x(lane)
