@@ -58,7 +58,7 @@ def test_what_runs_the_others_is_there(commands: ModuleType) -> None:
 def test_those_that_take_a_moment_still_run(commands: ModuleType, tmp_path: Path) -> None:
     """The ones that start no engine are run here each time; all of them when they are recorded."""
     for page in commands.pages():
-        place = tmp_path / page.stem
+        place = tmp_path / page.relative_to(ROOT).with_suffix("")
         for command in commands.on_page(page):
             if (
                 commands.QUICK.fullmatch(command)

@@ -121,7 +121,7 @@ def record(directory: Path) -> None:
     for page in pages():
         new = [c for c in on_page(page) if not elsewhere(c) and (c not in codes or "--trace " in c)]
         if new:
-            place = directory / page.stem
+            place = directory / page.relative_to(ROOT).with_suffix("")
             prepare(place, page)
         for command in dict.fromkeys(new):
             began = time.monotonic()
