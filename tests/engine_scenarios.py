@@ -270,6 +270,24 @@ def interrupted_generate_leaves_the_engine_usable() -> None:
     llm.shutdown()
 
 
+def interrupted_between_sending_and_waiting() -> None:
+    """EngineCore is at the call although nobody has waited for it yet, so it is not asked to end in its own time."""
+    llm = start()
+    client = llm.llm_engine.engine_core
+    receive = client._receive
+
+    def interrupted() -> None:
+        client._receive = receive
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    client._receive = interrupted
+    expect(KeyboardInterrupt, lambda: llm.collective_rpc("sleep", args=(30,)))
+    begun = time.monotonic()
+    llm.shutdown()
+    assert time.monotonic() - begun < 2, f"{time.monotonic() - begun:.2f} s"
+
+
 def rpc_timeout() -> None:
     llm = start()
     expect(TimeoutError, lambda: llm.collective_rpc("sleep", timeout=0.2, args=(0.5,)), "sleep")

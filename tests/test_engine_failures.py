@@ -29,6 +29,7 @@ SCENARIOS = [
     "pool_too_small",
     "shutdown_during_generate",
     "interrupted_generate_leaves_the_engine_usable",
+    "interrupted_between_sending_and_waiting",
     "rpc_timeout",
     "twenty_starts_and_stops",
     "forked_child_does_not_end_the_engine",

@@ -402,6 +402,8 @@ class SyncMPClient(EngineCoreClient):
     def _send(self, kind: EngineCoreRequestType, payload: Any) -> None:
         with self._lock:
             self._raise_if_dead()
+            # From the moment on in which it is sent: an interrupt may come before anybody waits for the answer.
+            self.resources.waiting |= kind is EngineCoreRequestType.UTILITY
             try:
                 # Without a peer the socket would block; then the process is gone or going.
                 self.resources.socket.send(kind.value + self._encoder.encode(payload), zmq.NOBLOCK)
@@ -459,7 +461,7 @@ class SyncMPClient(EngineCoreClient):
             self._fail(resources.describe_death())
             self._raise_if_dead()
         data = resources.socket.recv()
-        resources.waiting = False
+        resources.waiting = bool(self._pending_calls)
         self._raise_if_last_words(data)
         message = self._decoder.decode(data)
         if message.outputs:
@@ -467,6 +469,7 @@ class SyncMPClient(EngineCoreClient):
         answer = message.utility_output
         if answer is not None and answer.call_id in self._pending_calls:
             self._utility_results[answer.call_id] = answer.failed, answer.result
+            resources.waiting = len(self._pending_calls) > 1
 
     def _raise_if_last_words(self, data: bytes) -> None:
         if data.startswith(ENGINE_CORE_DEAD):
