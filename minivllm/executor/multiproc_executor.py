@@ -81,7 +81,8 @@ class MultiprocExecutor(Executor):
             1. The finalizer exists before anything that would have to be given back.
             2. All workers are started before any is waited for: each of them waits for the others in init_device.
             3. The monitor watches before the handshake, so a worker that dies in it ends the wait.
-            4. The handshake has the workers' order, broadcast ring first; another order would deadlock.
+            4. The handshake has the workers' order, broadcast ring first. With the response rings first, both sides would
+               wait to be told that their readers are seen, and neither would tell.
         """
         self._callback_lock = threading.Lock()
         self._failure_callback: FailureCallback | None = None

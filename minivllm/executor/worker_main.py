@@ -55,7 +55,7 @@ def worker_main(
     Invariants:
         1. The death pipe is watched from the first instruction on, before anything heavy is imported.
         2. Exactly one of READY and FAILED is sent, unless the process is ended from outside.
-        3. The handshake has the executor's order, broadcast ring first; another order would deadlock.
+        3. The handshake has the executor's order, broadcast ring first; see MultiprocExecutor._init_executor.
     """
     # A fork server has the environment of the moment in which it was started.
     os.environ.update(environment)

@@ -150,7 +150,7 @@ _row("executor.collect_response_mqs", "L", "E", "engine_core", "mp:MultiprocExec
      "The response queues are put in rank order, local and remote ones.",
      articles="2§2.3.1", vllm="207 MultiprocExecutor._init_executor", when="multiprocess executor")
 _row("executor.mq_handshake", "L", "E", "engine_core", "mp:MultiprocExecutor._handshake",
-     "Both sides wait until each queue is connected, the broadcast ring first; another order on one side would deadlock.",
+     "Both sides wait until each queue is connected, the broadcast ring first; the other order here would deadlock.",
      articles="2§2.3.1 2§2.5.3", vllm="227 MultiprocExecutor._init_executor", when="multiprocess executor")
 _row("executor.post_init", "L", "E", "engine_core", "mp:MultiprocExecutor._post_init_executor",
      "The queue of futures is made and the rank that replies is settled.",
