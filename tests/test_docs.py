@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a warning fails the build."""
+    """The built site; a warning fails the build. MINIVLLM_TEST_SITE names one that has just been built."""
+    if os.environ.get("MINIVLLM_TEST_SITE"):
+        return Path(os.environ["MINIVLLM_TEST_SITE"])
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)],
