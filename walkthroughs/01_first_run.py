@@ -72,7 +72,7 @@ def main() -> None:
     sent = [span for span in store.spans(name="mq.enqueue") if span.process.role == "engine_core"]
     sizes = sorted(span.get("bytes") for span in sent)
     say(
-        f"EngineCore wrote {len(sent)} messages into the broadcast ring, {measured(sizes[0])} to {measured(sizes[-1])} bytes each: "
+        f"EngineCore wrote {measured(len(sent))} messages into the broadcast ring, {measured(sizes[0])} to {measured(sizes[-1])} bytes each: "
         "descriptions of batches. The tensors stayed with the workers."
     )
     closing(
