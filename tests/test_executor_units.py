@@ -238,6 +238,24 @@ def test_each_rank_on_a_cpu_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert cpu.core_share(0, 6) is None, "more ranks than cores: nobody is bound"
 
 
+@pytest.mark.skipif(cpu.usable_cores() < 2, reason="two ranks need two cores")
+def test_a_rank_with_more_threads_than_its_share_is_not_bound() -> None:
+    code = """
+import os, torch
+from minivllm.platforms.cpu import CpuPlatform, core_share
+every, share = os.sched_getaffinity(0), core_share(1, 2)
+for threads, expected in ((len(share) + 1, every), (len(share), share)):
+    torch.set_num_threads(threads)
+    CpuPlatform().bind_device(1, 2)
+    assert os.sched_getaffinity(0) == expected, (threads, os.sched_getaffinity(0))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_numa(tmp_path: Path) -> None:
     assert numa_utils.parse_cpulist("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert numa_utils.parse_cpulist("\n") == set()

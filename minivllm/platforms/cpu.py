@@ -46,7 +46,8 @@ class CpuPlatform(Platform):
         # others wait for it. A rank alone is left where it is: it may be in the caller's own process.
         if local_world_size > 1 and envs.MINIVLLM_CPU_BIND_CORES:
             share = core_share(local_rank, local_world_size)
-            if share is not None:
+            # With more threads than that (a user's OMP_NUM_THREADS, or a share of one NUMA node) they would crowd there.
+            if share is not None and torch.get_num_threads() <= len(share):
                 os.sched_setaffinity(0, share)
         return torch.device("cpu")
 
