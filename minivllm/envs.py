@@ -37,20 +37,12 @@ def _optional_int(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class EnvVar:
-    """One variable: how its text becomes a value, its default text, and what it does.
-
-    Attributes:
-        is_deadline: a number of seconds after which something is given up; not while a reader steps through the run.
-    """
+    """One variable: how its text becomes a value, its default text, and what it does."""
 
     parse: Callable[[str], Any]
     default: str
     help: str
-    is_deadline: bool = False
 
-
-# A reader may take as long as he likes; but what ends up in C code must fit there.
-NO_DEADLINE_S = 30 * 86400.0
 
 # fmt: off
 environment_variables: dict[str, EnvVar] = {
@@ -68,14 +60,14 @@ environment_variables: dict[str, EnvVar] = {
     "MINIVLLM_MQ_MAX_CHUNKS": EnvVar(int, "10", "number of slots of a message queue"),
     "MINIVLLM_MQ_MAX_OVERFLOW_BYTES": EnvVar(int, str(256 << 20), "bytes of messages larger than a slot that may wait for readers"),
     "MINIVLLM_MQ_SPIN_US": EnvVar(float, "200", "how long a waiting reader or writer polls before it sleeps, in microseconds"),
-    "MINIVLLM_MQ_WARNING_INTERVAL_S": EnvVar(float, "60", "seconds between warnings that name a peer that is late", is_deadline=True),
-    "MINIVLLM_STARTUP_TIMEOUT_S": EnvVar(float, "600", "deadline for all workers to become ready, in seconds", is_deadline=True),
-    "MINIVLLM_EXECUTE_MODEL_TIMEOUT_S": EnvVar(float, "300", "deadline of one execute_model or sample_tokens, in seconds", is_deadline=True),
-    "MINIVLLM_COLLECTIVE_TIMEOUT_S": EnvVar(float, "120", "how long a rank waits for another one in one collective, in seconds", is_deadline=True),
+    "MINIVLLM_MQ_WARNING_INTERVAL_S": EnvVar(float, "60", "seconds between warnings that name a peer that is late"),
+    "MINIVLLM_STARTUP_TIMEOUT_S": EnvVar(float, "600", "deadline for all workers to become ready, in seconds"),
+    "MINIVLLM_EXECUTE_MODEL_TIMEOUT_S": EnvVar(float, "300", "deadline of one execute_model or sample_tokens, in seconds"),
+    "MINIVLLM_COLLECTIVE_TIMEOUT_S": EnvVar(float, "120", "how long a rank waits for another one in one collective, in seconds"),
     "MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S": EnvVar(float, "5", "time for workers to leave by themselves, in seconds"),
     "MINIVLLM_WORKER_SIGTERM_TIMEOUT_S": EnvVar(float, "4", "time between SIGTERM and SIGKILL, in seconds"),
     "MINIVLLM_WORKER_ORPHAN_GRACE_S": EnvVar(float, "0.5", "time for a worker to leave by itself after its parent's death, in seconds"),
-    "MINIVLLM_WORKER_STUCK_TIMEOUT_S": EnvVar(float, "5", "how long a rank may stay in a call that has failed on another rank, in seconds", is_deadline=True),
+    "MINIVLLM_WORKER_STUCK_TIMEOUT_S": EnvVar(float, "5", "how long a rank may stay in a call that has failed on another rank, in seconds"),
     "MINIVLLM_MAX_CONCURRENT_BATCHES": EnvVar(_optional_int, "", "batches in flight, in place of the number that stages and async scheduling ask for; 1: no batch queue"),
     "MINIVLLM_CPU_KVCACHE_BYTES": EnvVar(int, str(64 << 20), "KV cache budget of one rank on a CPU, in bytes"),
     "MINIVLLM_CPU_BIND_CORES": EnvVar(_flag, "1", "0 lets the ranks of an engine on a CPU move between cores"),
@@ -90,10 +82,7 @@ def _read(name: str) -> Any:
         raise AttributeError(f"minivllm.envs has no variable {name}")
     text = os.environ.get(name, variable.default)
     try:
-        value = variable.parse(text)
-        if variable.is_deadline and os.environ.get("MINIVLLM_LIVE_STEP"):
-            return max(value, NO_DEADLINE_S)
-        return value
+        return variable.parse(text)
     except ValueError:
         from minivllm.exceptions import ConfigError
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from counting_model import CountingModel
 
+from minivllm import tracing
 from minivllm.core.sched.output import SchedulerOutput
 from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from minivllm.outputs import ModelRunnerOutput
@@ -87,6 +88,10 @@ class CountingWorker(WorkerBase):
     def sleep(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.rank
+
+    def enter_step(self) -> int:
+        with tracing.span("worker.get_kv_cache_spec"):
+            return self.rank
 
     def pid(self) -> int:
         return os.getpid()

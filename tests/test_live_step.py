@@ -165,6 +165,47 @@ def test_no_deadline_runs_while_somebody_stands() -> None:
     assert "in executor.terminate_graceful; waits for ranks 0 and 1" in done.stdout
 
 
+# Each `step` of somebody who comes to no next step takes 0.4 s.
+STAND = "until worker.get_kv_cache_spec@rank1; step rank0; step rank0; step rank0; step rank1"
+
+
+def test_the_limits_of_calls_stand_still_too() -> None:
+    """A worker stands for longer than its caller wants to wait; where nobody stands, the limit is what it was."""
+    done = scripted(f"{STAND}; {STAND}; run", CALL_LIMIT_S="0.4", MINIVLLM_ENABLE_MULTIPROCESSING="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = dict(re.findall(r"^(\w+) after ([\d.]+) s: .*$", done.stdout, re.MULTILINE))
+    assert float(answers["enter_step"]) > 0.5
+    assert re.search(r"enter_step after [\d.]+ s: \[0, 1\]", done.stdout), done.stdout
+    assert float(answers["check_health"]) > 0.5
+    assert re.search(r"check_health after [\d.]+ s: None", done.stdout), done.stdout
+    assert re.search(r"sleep after [\d.]+ s: TimeoutError: RPC sleep .* timed out after 0.4 s", done.stdout)
+
+
+def test_limits_of_calls_without_live_stepping() -> None:
+    """The same calls, with rank 1 held in the same step by a failpoint and not by a reader."""
+    done = scripted(
+        "-",
+        CALL_LIMIT_S="0.4",
+        MINIVLLM_ENABLE_MULTIPROCESSING="0",
+        MINIVLLM_FAILPOINTS="worker.get_kv_cache_spec@rank1=sleep:1.2",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for call in ("enter_step", "check_health", "sleep"):
+        assert re.search(rf"{call} after 0\.\d+ s: TimeoutError: RPC {call} ", done.stdout), done.stdout
+
+
+def test_quitting_while_a_limited_call_stands() -> None:
+    live = session("until worker.get_kv_cache_spec@rank1; keys", CALL_LIMIT_S="0.2")
+    live.wait_for("before worker.get_kv_cache_spec")
+    processes = family(live.pid)
+    assert len(processes) >= 3
+    time.sleep(0.5)
+    os.write(live.fd, b"q")
+    assert live.end() in (1, 130, -2), live.shown.decode()
+    assert "TimeoutError" not in live.shown.decode()
+    assert_nothing_left(processes, live.pid)
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_other_start_methods(method: str) -> None:
     done = scripted(

@@ -7,7 +7,6 @@ Articles: part 2 §2.5.2, §2.5.3
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from minivllm.distributed.mq_wait import Patience, process_state
 from minivllm.distributed.shm_ring import ShmRingBuffer, SlotState
 from minivllm.distributed.wakeup import crowded
 from minivllm.exceptions import MessageQueueClosed
+from minivllm.tracing.deadlines import deadline_clock
 
 if TYPE_CHECKING:
     from minivllm.distributed.mq_overflow import OverflowReader, OverflowWriter
@@ -94,7 +94,7 @@ class QueueEnd:
             TimeoutError: names the readers that are missing.
             MessageQueueClosed: shutdown() was called meanwhile.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else deadline_clock() + timeout
         if not self._acquire(False):
             self._acquire_late(deadline)
         try:

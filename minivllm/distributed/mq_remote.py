@@ -27,7 +27,6 @@ import os
 import secrets
 import socket
 import struct
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -36,6 +35,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from minivllm.exceptions import ConfigError, MessageQueueClosed
+from minivllm.tracing.deadlines import deadline_clock
 
 logger = logging.getLogger("minivllm.distributed.shm_broadcast")
 
@@ -106,7 +106,7 @@ class _Endpoint:
     def wait(self, deadline: float | None, look_s: float) -> None:
         """Until something has come, `wake` was called, or it is time to look around."""
         if deadline is not None:
-            look_s = min(look_s, max(0.0, deadline - time.monotonic()))
+            look_s = min(look_s, max(0.0, deadline - deadline_clock()))
         events = dict(self.poller.poll(int(look_s * 1000) + 1))
         if self._wake_read in events:
             with contextlib.suppress(BlockingIOError):

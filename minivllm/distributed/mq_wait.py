@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from minivllm import envs
 from minivllm.exceptions import MessageQueueClosed
+from minivllm.tracing.deadlines import deadline_clock
 
 if TYPE_CHECKING:
     from minivllm.distributed.mq_end import QueueEnd
@@ -52,8 +53,8 @@ class Patience:
         self.deadline = deadline
         self.describe = describe
         self.cancel = cancel
-        self.started = time.monotonic()
-        self.next_call = self.started + _ON_WAIT_S
+        self.started = deadline_clock()
+        self.next_call = time.monotonic() + _ON_WAIT_S
         self.warn_every = envs.MINIVLLM_MQ_WARNING_INTERVAL_S if warn else float("inf")
         self.next_warning = self.started + self.warn_every
 
@@ -63,14 +64,14 @@ class Patience:
             raise MessageQueueClosed(queue.reason)
         if self.cancel is not None and self.cancel.is_set():
             raise MessageQueueClosed(f"{queue.title}: the wait was cancelled")
-        now = time.monotonic()
+        now = deadline_clock()
         if self.deadline is not None and now >= self.deadline:
             raise TimeoutError(f"{self.describe()}: timed out after {now - self.started:.2f} s")
         if now >= self.next_warning:
             self.next_warning = now + self.warn_every
             logger.warning("%s, for %.2f s so far", self.describe(), now - self.started)
-        if queue.on_wait is not None and now >= self.next_call:
-            self.next_call = now + _ON_WAIT_S
+        if queue.on_wait is not None and (moment := time.monotonic()) >= self.next_call:
+            self.next_call = moment + _ON_WAIT_S
             queue.on_wait()
             if queue.shutting_down:
                 raise MessageQueueClosed(queue.reason)

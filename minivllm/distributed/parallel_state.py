@@ -85,8 +85,10 @@ class GroupCoordinator:
             # Every rank takes part in the creation of every group, also of those it does not belong to: torch
             # numbers groups by counting, and ranks that count differently wait for each other for ever.
             for ranks in group_ranks:
-                device_group = dist.new_group(ranks, backend=backend)
-                cpu_group = device_group if backend == "gloo" else dist.new_group(ranks, backend="gloo")
+                device_group = dist.new_group(ranks, _groups_timeout, backend)
+                cpu_group = (
+                    device_group if backend == "gloo" else dist.new_group(ranks, _groups_timeout, "gloo")
+                )
                 if ranks is self.ranks:
                     self.device_group, self.cpu_group = device_group, cpu_group
         self.group_ranks = group_ranks
@@ -142,7 +144,7 @@ class GroupCoordinator:
                     return channels.transport
             # Of their own, or the broadcast of tokens would stand in line with the hidden states of later batches.
             for ranks in self.group_ranks:
-                group = dist.new_group(ranks, backend=self.backend)
+                group = dist.new_group(ranks, _groups_timeout, self.backend)
                 if ranks is self.ranks:
                     self.broadcast_group = group
             return self.backend
@@ -307,6 +309,8 @@ class GroupCoordinator:
 _WORLD: GroupCoordinator | None = None
 _TP: GroupCoordinator | None = None
 _PP: GroupCoordinator | None = None
+# For creating groups and for their operations; None: torch's own, too short only where a reader may keep ranks standing.
+_groups_timeout: datetime.timedelta | None = None
 
 
 def _need(group: GroupCoordinator | None, name: str) -> GroupCoordinator:
@@ -369,7 +373,7 @@ def init_distributed_environment(
     Raises:
         RuntimeError: not all ranks came in time, or this process already belongs to a world.
     """
-    global _WORLD
+    global _WORLD, _groups_timeout
     if dist.is_initialized():
         raise RuntimeError("this process already belongs to a distributed environment")
     if single_host and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -387,6 +391,7 @@ def init_distributed_environment(
         s.set(pids=str(pids), store=type(store).__name__)
     with tracing.span("dist.init_process_group", backend=backend, world_size=world_size, rank=rank):
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _groups_timeout = timeout if timeout > _DEFAULT_TIMEOUT else None
     _WORLD = GroupCoordinator([list(range(world_size))], device, backend, "world")
     _WORLD.init_communicator()
 

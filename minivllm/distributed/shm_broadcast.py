@@ -7,7 +7,6 @@ Articles: part 2 §2.5, part 1 §2
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +28,7 @@ from minivllm.distributed.shm_ring import (
 )
 from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, crowded, memory_fence
 from minivllm.exceptions import MessageDecodeError, MessageQueueClosed
+from minivllm.tracing.deadlines import deadline_clock
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -198,7 +198,7 @@ class MessageQueue(QueueEnd):
         """
         if tracing.messages and _timing is None:
             return mq_traced.enqueue(self, obj, timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else deadline_clock() + timeout
         if not self._acquire(False):
             self._acquire_late(deadline)
         ring = self.buffer
@@ -346,7 +346,7 @@ class MessageQueue(QueueEnd):
         """
         if tracing.messages and _timing is None:
             return mq_traced.dequeue(self, timeout, cancel, indefinite)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else deadline_clock() + timeout
         if not self._acquire(False):
             self._acquire_late(deadline)
         ring = self.buffer

@@ -22,6 +22,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from minivllm.tracing.deadlines import Patience
+
 LINE_BYTES: Final = 64
 WORDS: Final = LINE_BYTES // 8  # 8-byte words in a line
 FAILED: Final = -1  # in the first word of a rank's line
@@ -162,7 +164,7 @@ class ShmGroup:
                 sched_yield()
                 if state[index] >= value:
                     return
-        pause, look = 0.00002, start
+        pause, look, patience = 0.00002, start, Patience(self.timeout_s)
         while state[index] < value:
             now = monotonic()
             if state[peer_word] == FAILED:
@@ -173,7 +175,7 @@ class ShmGroup:
                 # Its last act may have been to write this word.
                 if _process_has_ended(self._peer_fds[peer_word], pid) and state[index] < value:
                     self._fail(f"the process of rank {self._rank_of(peer_word)} (pid {pid}) has ended")
-            if now - start > self.timeout_s:
+            if patience.left() < 0:
                 self._fail(f"rank {self._rank_of(peer_word)} did not come within {self.timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_SLEEP_S)

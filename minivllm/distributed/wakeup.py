@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from minivllm.tracing.deadlines import deadline_clock
+
 _SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine())
 _FUTEX_WAIT: Final = 0  # the shared variants: the word is found by its page, not by this process's address
 _FUTEX_WAKE: Final = 1
@@ -128,7 +130,7 @@ class SpinCondition:
         """Return when `ready()` is true; the result is the time slept, in nanoseconds.
 
         Args:
-            deadline: time.monotonic() after which there is no point in polling or sleeping.
+            deadline: deadline_clock() after which there is no point in polling or sleeping.
             patience: asked for, when it comes to sleeping, a function that is called before each sleep and ends the
                 wait by raising (deadline passed, queue closed, peer dead).
             sleeping: offset of this waiter's own "I sleep" byte, for those who look at the ring from outside.
@@ -141,8 +143,8 @@ class SpinCondition:
                 return 0
         now = time.monotonic()
         limit = now + self.spin_s
-        if deadline is not None and deadline < limit:
-            limit = deadline
+        if deadline is not None:
+            limit = min(limit, now + deadline - deadline_clock())
         while now < limit:
             _sched_yield()
             after = time.monotonic()
@@ -175,7 +177,7 @@ class SpinCondition:
                 if ready():
                     return time.perf_counter_ns() - started
                 patience()
-                nap = pause if deadline is None else max(0.0, min(pause, deadline - time.monotonic()))
+                nap = pause if deadline is None else max(0.0, min(pause, deadline - deadline_clock()))
                 futex_wait(self._address, word, nap)
                 if idle and pause < self.IDLE_RECHECK_S:
                     pause = min(pause * 1.5, self.IDLE_RECHECK_S)

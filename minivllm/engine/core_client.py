@@ -14,7 +14,6 @@ import secrets
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -330,7 +329,7 @@ class SyncMPClient(EngineCoreClient):
     def _wait_until_ready(self, on_progress: OnProgress | None) -> EngineCoreReadyResponse:
         resources = self.resources
         # The executor has the same deadline and knows more about what is late, so it may speak first.
-        deadline = time.monotonic() + self._startup_timeout_s + 10
+        patience = tracing.Patience(self._startup_timeout_s + 10)
         shown = ""
         ranks: list[str] = []
         said_hello = False
@@ -360,7 +359,7 @@ class SyncMPClient(EngineCoreClient):
                     return message.ready
             elif ready:
                 raise self._startup_death(said_hello)
-            elif time.monotonic() > deadline:
+            elif patience.left() < 0:
                 steps = " > ".join(resources.open_steps()) or "nothing yet"
                 self._fail(
                     f"EngineCore was not ready after {self._startup_timeout_s:g} s; it was in: {steps}"

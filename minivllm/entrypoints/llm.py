@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from minivllm import envs, tracing
+from minivllm import tracing
 from minivllm.config import VllmConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import OnProgress
@@ -25,6 +25,9 @@ from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.live_step import LiveStep
+
+# torch's rendezvous waits in C code, where no clock can be stopped and no number may be infinite.
+_UNLIMITED_S = 30 * 86400.0
 
 
 class LLM:
@@ -50,7 +53,8 @@ class LLM:
             model: local Hugging Face checkpoint (None: the bundled one).
             on_progress: called with a line of text whenever start-up reaches another step.
             live_step: stop every process before each lifecycle step until it is let go, by keys at the terminal, or by
-                the commands in this text (minivllm.live_step.script). No deadline of the engine runs meanwhile.
+                the commands in this text (minivllm.live_step.script). While anybody stands no deadline of the engine
+                runs, and no `timeout` of a call.
             kwargs: the fields of EngineArgs: tensor_parallel_size, dtype, max_model_len, trace, …
 
         Raises:
@@ -59,7 +63,7 @@ class LLM:
             EngineDeadError: EngineCore did not become ready.
         """
         if live_step:
-            kwargs["startup_timeout_s"] = envs.NO_DEADLINE_S
+            kwargs["startup_timeout_s"] = _UNLIMITED_S
         vllm_config = EngineArgs.from_kwargs(model=model, **kwargs).create_engine_config()
         live = _step_live(live_step) if live_step else None
         try:

@@ -9,7 +9,6 @@ A request is `(number, method, args, kwargs, reply_rank, trace context)`, a resp
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,7 +33,7 @@ class PendingCall:
         method: name for messages.
         ranks: the ranks that reply.
         unique: one result is wanted, not a list.
-        deadline: on the monotonic clock; None: no limit.
+        deadline: on the clock of deadlines; None: no limit.
         results: `[world_size]`, NO_RESPONSE where there is none (yet).
         error: what went wrong.
         done: the outcome is settled.
@@ -68,7 +67,7 @@ class PendingCall:
         self.ranks = ranks
         self.unique = unique
         self.timeout = timeout
-        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.deadline = None if timeout is None else tracing.deadline_clock() + timeout
         self.results: list[Any] = [NO_RESPONSE] * world_size
         self.error: BaseException | None = None
         self.sequence = 0

@@ -6,7 +6,6 @@ Articles: part 2 §2.1, §4.2
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -68,7 +67,7 @@ class FutureWrapper(Future[Any]):
 
     def _wait(self, timeout: float | None) -> None:
         if not self._call.done:
-            limit = None if timeout is None else time.monotonic() + timeout
+            limit = None if timeout is None else tracing.deadline_clock() + timeout
             responses = self._channel.responses
             with tracing.span("future.result", method=self._call.method, seq=self._call.sequence) as step:
                 try:

@@ -21,6 +21,7 @@ from minivllm.exceptions import ExecutorFailedError, RemoteError
 from minivllm.executor.call import FAILURE, NO_RESPONSE, SUCCESS, PendingCall
 from minivllm.executor.rank_report import RankReport
 from minivllm.executor.status_page import DONE, FAILURE_MASK, SEQUENCE_BITS, SEQUENCE_MASK, StatusPage
+from minivllm.tracing.deadlines import Patience, deadline_clock
 from minivllm.utils.system_utils import yield_core
 
 _SPIN_S = 0.0002
@@ -114,7 +115,7 @@ class Responses:
         """Return when `call` is done, having finished older calls first.
 
         Args:
-            limit: time.monotonic() after which not to wait any longer, besides the call's own deadline.
+            limit: deadline_clock() after which not to wait any longer, besides the call's own deadline.
 
         Returns:
             how many older calls were finished on the way.
@@ -125,7 +126,7 @@ class Responses:
         drained = 0
         while not call.done:
             stop = call.deadline if limit is None else _earlier(call.deadline, limit)
-            if not self.lock.acquire(timeout=-1 if stop is None else max(0.0, stop - _monotonic())):
+            if not self.lock.acquire(timeout=-1 if stop is None else max(0.0, stop - deadline_clock())):
                 self._expire(call, limit)
                 continue
             try:
@@ -160,7 +161,7 @@ class Responses:
 
     def _expire(self, call: PendingCall, limit: float | None) -> None:
         """End a call whose deadline has passed; raise when it was only `limit`."""
-        now = _monotonic()
+        now = deadline_clock()
         if call.done:
             return
         if call.deadline is not None and now >= call.deadline:
@@ -209,7 +210,7 @@ class Responses:
         try:
             while True:
                 try:
-                    response = queue.dequeue(None if stop is None else max(0.0, stop - _monotonic()))
+                    response = queue.dequeue(None if stop is None else max(0.0, stop - deadline_clock()))
                 except TimeoutError:
                     return False
                 except MessageDecodeError as error:
@@ -227,13 +228,14 @@ class Responses:
         """Invariant 2: wait until a rank has finished `call`, and take its failures; False when `stop` came first."""
         index, words = self._done_index[rank], self._words
         started = now = _monotonic()
+        patience = Patience(_LOST_S)
         nap_s, look_at = _FIRST_NAP_S, 0.0
         while True:
             word = words[index]
             if word >> SEQUENCE_BITS != self._failures[rank]:
                 # Announced: the message is there or will be in a moment (with async scheduling a thread sends it).
                 self._drain(rank)
-                if now - started > _LOST_S:
+                if patience.left() < 0:
                     # Only an exception raised into the middle of a dequeue, such as KeyboardInterrupt, can lose it.
                     self._failures[rank] = word >> SEQUENCE_BITS
             elif word & SEQUENCE_MASK >= call.sequence:
@@ -243,7 +245,7 @@ class Responses:
             if self.closed:
                 raise MessageQueueClosed(self.closed)
             now = _monotonic()
-            if stop is not None and now >= stop:
+            if stop is not None and deadline_clock() >= stop:
                 return False
             if now - started < _SPIN_S:
                 yield_core()
@@ -350,7 +352,7 @@ class Responses:
                     return False
                 if _monotonic() > until:
                     self._report.remember(call)
-                    self.suspect = call, _monotonic()
+                    self.suspect = call, deadline_clock()
                     return True
         except MessageQueueClosed:
             return False
@@ -373,7 +375,7 @@ class Responses:
                 for rank in self.ranks:
                     self._drain(rank)
                 if oldest.error is not None or not (oldest.incomplete() or self.behind(oldest.sequence)):
-                    self._complete(oldest, _monotonic())
+                    self._complete(oldest, deadline_clock())
                 self._expire(oldest, None)
                 if not oldest.done:
                     break

@@ -7,7 +7,6 @@ Articles: part 2 §2.3.7, §4.2
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -17,13 +16,13 @@ from minivllm.executor.call import PendingCall
 from minivllm.executor.rank_report import RankReport
 from minivllm.executor.responses import Responses, release_if_owned
 from minivllm.executor.status_page import StatusPage
+from minivllm.tracing.deadlines import deadline_clock
 
 # Method of a message that only states its number: sent after an interrupted one, which may or may not have gone out.
 NO_METHOD = None
 
 # Unread responses fill the response rings, and a worker at a full ring takes no further request.
 _UNREAD_CALLS = 4
-_monotonic = time.monotonic
 
 
 class RpcChannel:
@@ -125,15 +124,19 @@ class RpcChannel:
 
     def _await_turn(self, call: PendingCall) -> None:
         deadline = call.deadline
-        if not self._send_lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - _monotonic())):
-            raise TimeoutError(
-                f"RPC {call.method} was not sent within {call.timeout} s: others are being sent"
-            )
+        if deadline is None:
+            self._send_lock.acquire()
+            return
+        while not self._send_lock.acquire(timeout=max(0.0, deadline - deadline_clock())):
+            if deadline_clock() >= deadline:
+                raise TimeoutError(
+                    f"RPC {call.method} was not sent within {call.timeout} s: others are being sent"
+                )
 
     def _send(self, call: PendingCall, request: tuple[Any, ...]) -> None:
         remaining = None
         if call.deadline is not None:
-            remaining = call.deadline - _monotonic()
+            remaining = call.deadline - deadline_clock()
             if remaining <= 0:
                 raise TimeoutError(
                     f"RPC {call.method} was not sent: its limit of {call.timeout} s has passed"
@@ -177,7 +180,7 @@ class RpcChannel:
         assert responses.suspect is not None
         failed, since = responses.suspect
         while behind := responses.behind(failed.sequence):
-            now = _monotonic()
+            now = deadline_clock()
             if now - since > self._stuck_timeout_s:
                 ranks = ", ".join(str(rank) for rank in behind)
                 self._fail(

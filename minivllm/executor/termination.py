@@ -243,7 +243,9 @@ class ExecutorResources:
         for handle in self.handles:
             handle.ready_pipe.close()
         if self.monitor is not None and self.monitor is not threading.current_thread():
-            self.monitor.join(1.0)
+            patience = tracing.Patience(1.0)
+            while self.monitor.is_alive() and (left := patience.left()) > 0:
+                self.monitor.join(min(left, _LOOK_EVERY_S))
         for connection in (self.wake_reader, self._wake_writer, self.orphan_reader, self._orphan_writer):
             connection.close()
         # These refer to each other in a circle; without it their memory goes as soon as nobody uses it.

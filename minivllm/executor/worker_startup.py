@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -147,12 +146,12 @@ def wait_for_ready(
         WorkerStartupError: a worker failed or died; names rank and step, and carries the worker's traceback.
         WorkerStartupTimeout: names the ranks that are missing and the step each of them is in.
     """
-    deadline = time.monotonic() + limit_s
+    patience = tracing.Patience(limit_s)
     pipes: dict[Connection, UnreadyWorkerProcHandle] = {handle.ready_pipe: handle for handle in handles}
     ready: dict[int, WorkerProcHandle] = {}
     with tracing.span("executor.wait_for_ready", limit_s=limit_s) as step:
         while pipes:
-            remaining = deadline - time.monotonic()
+            remaining = patience.left()
             if remaining <= 0:
                 raise _startup_timeout(resources, list(pipes.values()), limit_s)
             for pipe in wait(list(pipes), min(remaining, _PROGRESS_EVERY_S)):

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import parent_process
 from multiprocessing import util as _mp_util
-from time import monotonic, monotonic_ns
+from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from minivllm import envs
@@ -28,6 +28,7 @@ from minivllm.exceptions import ConfigError
 from minivllm.tracing import catalogue, context, failpoints
 from minivllm.tracing import spans as _spans
 from minivllm.tracing.board import BOARD_BYTES, attach_board, detach_board, read_board
+from minivllm.tracing.deadlines import Patience, deadline_clock, stand_still_for
 from minivllm.tracing.failpoints import FailpointError
 from minivllm.tracing.files import TraceFiles
 from minivllm.tracing.gate import Gate, open_gate
@@ -70,6 +71,7 @@ __all__ = [
     "child_variables",
     "configure",
     "current_span",
+    "deadline_clock",
     "detach_board",
     "flush",
     "instrument",
@@ -170,27 +172,13 @@ def step_live(address: str) -> None:
     """
     global _gate
     if _gate is not None and _gate.address != address:
+        stand_still_for(None)
         _gate.close()
         _gate = None
     if _gate is None and address:
         _gate = open_gate(address)
+        stand_still_for(_gate.stopped_s if _gate is not None else None)
     _apply(level)
-
-
-class Patience:
-    """A limit of time that does not run while the reader of a live step-through keeps some process standing."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._started = monotonic() - _stopped_s()
-
-    def left(self) -> float:
-        """Seconds; none or less when the time is up."""
-        return self._limit_s - (monotonic() - _stopped_s() - self._started)
-
-
-def _stopped_s() -> float:
-    return _gate.stopped_s() if _gate is not None else 0.0
 
 
 def _open_files(trace_dir: str | None) -> None:
@@ -307,6 +295,7 @@ def _after_fork_in_child() -> None:
     global _gate
     renew_identity()
     if _gate is not None:
+        stand_still_for(None)
         _gate.close_copy()
         _gate = None
     _spans.forget()
