@@ -17,7 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm_processes
 from hypothesis import settings
+from scenario import Server
 from walkthrough_runs import Runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -101,6 +103,8 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     os.environ["TMPDIR"] = tempfile.tempdir = home
     before = _segments()
     yield
+    warm_processes.stop()
+    Server.stop()
     deadline = time.monotonic() + GRACE_S
     while True:
         left = _processes() | _sockets() | {s for s in _segments() - before if not _made_elsewhere(s)}
@@ -125,6 +129,12 @@ def _remove(directory: str) -> None:
     import shutil
 
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process start workers that have torch already, see warm_processes.py."""
+    warm_processes.use(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,8 @@
     @scenario(limit_s=20)
     def test_something() -> None: ...
 
-Under pytest the function starts `python tests/scenario.py module name arguments` and waits; in that process the body
-runs. A failed or late body shows its output and the stacks of all its processes. Afterwards nothing may be left: no
-process, no shared memory, no temporary directory, no descriptor that was not there before.
+Under pytest the function has scenario_server.py fork a process, in which the body runs, and waits. A failed or late body shows its output and the stacks of all its processes. Afterwards nothing may be
+left: no process, no shared memory, no temporary directory, no descriptor that was not there before.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +26,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,14 @@ def scenario(
 def _run(
     body: Callable[..., None], kwargs: dict[str, Any], limit_s: float, leaks: bool, env: dict[str, str]
 ) -> None:
-    command = [sys.executable, str(TESTS / "scenario.py"), body.__module__, body.__name__]
-    command += [json.dumps(kwargs), str(int(leaks))]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        _INSIDE: f"{body.__module__}.{body.__name__}",
-        **env,
-    }
-    output, code = run_limited(command, environment, limit_s * slack())
+    environment = {**os.environ, _INSIDE: f"{body.__module__}.{body.__name__}", **env}
+    with tempfile.TemporaryFile() as log:
+        process = Server.running().fork(
+            body.__module__, body.__name__, kwargs, leaks, environment, log.fileno()
+        )
+        code = wait_limited(process, limit_s * slack())
+        log.seek(0)
+        output = log.read().decode(errors="replace")
     if code is None:
         raise AssertionError(f"{body.__name__} took longer than {limit_s} s\n{output}")
     if code == 77:
@@ -88,19 +88,82 @@ def run_limited(command: list[str], env: dict[str, str], limit_s: float) -> tupl
     """Output (stdout and stderr) and exit code of a command; None when it was ended at the limit, with all stacks."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=TESTS.parent)
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-            family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-            for member in family:
-                _signal(member.pid, DUMP_SIGNAL)
-            time.sleep(1.0)
-            for member in family:
-                _signal(member.pid, signal.SIGKILL)
-            process.wait()
+        code = wait_limited(process, limit_s)
         log.seek(0)
         return log.read().decode(errors="replace"), code
+
+
+def wait_limited(process: subprocess.Popen[bytes] | Forked, limit_s: float) -> int | None:
+    """Exit code; None when the process was ended at the limit, after it and all below it have dumped their stacks."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:
+            _signal(member.pid, DUMP_SIGNAL)
+        time.sleep(1.0)
+        for member in family:
+            _signal(member.pid, signal.SIGKILL)
+        process.wait(None)
+        return None
+
+
+class Forked:
+    """A process that the server has forked, and reaps."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.pid: int = connection.recv()
+
+    def wait(self, timeout: float | None) -> int:
+        if not self._connection.poll(timeout):
+            raise subprocess.TimeoutExpired("scenario", timeout or 0)
+        code: int = self._connection.recv()
+        self._connection.close()
+        return code
+
+
+class Server:
+    """The client's end of the process that forks scenarios."""
+
+    _running: Server | None = None
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        # Settings of the test that happens to come first are not for all the others.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MINIVLLM_")}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(TESTS / "scenario_server.py"), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=env,
+                cwd=TESTS.parent,
+            )
+
+    @classmethod
+    def running(cls) -> Server:
+        if cls._running is None:
+            cls._running = Server()
+        return cls._running
+
+    @classmethod
+    def stop(cls) -> None:
+        """End the server, if there is one."""
+        if cls._running is not None:
+            cls._running._socket.close()
+            cls._running._process.wait(30)
+            cls._running = None
+
+    def fork(
+        self, module: str, name: str, kwargs: dict[str, Any], leaks: bool, env: dict[str, str], log: int
+    ) -> Forked:
+        ours, theirs = Pipe(duplex=False)
+        with theirs:
+            request = json.dumps([module, name, kwargs, leaks, env]).encode()
+            socket.send_fds(self._socket, [len(request).to_bytes(4, "big")], [theirs.fileno(), log])
+            self._socket.sendall(request)
+        return Forked(ours)
 
 
 def _signal(pid: int, number: int) -> None:
@@ -247,14 +310,14 @@ def _look_for_leaks(before: dict[str, str]) -> None:
     assert not threads, f"threads are left: {threads}"
 
 
-def _main(module: str, name: str, arguments: str, leaks: str) -> int:
+def run_inside(module: str, name: str, kwargs: dict[str, Any], leaks: bool) -> int:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     body = getattr(importlib.import_module(module), name)
     before = descriptors()
     try:
-        body(**json.loads(arguments))
-        if leaks == "1":
+        body(**kwargs)
+        if leaks:
             _look_for_leaks(before)
     except Skip as reason:
         print(reason)
@@ -265,7 +328,3 @@ def _main(module: str, name: str, arguments: str, leaks: str) -> int:
             sys.stderr.flush()
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
