@@ -5,7 +5,6 @@ The scheduler here does on purpose what the real one does seldom: chunk prompts,
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
+
+import warm_processes
 
 from minivllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from minivllm.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -101,7 +102,7 @@ def local_worker(model: str | None, **kwargs: Any) -> Iterator[LocalWorker]:
 
 
 def _serve(rank: int, connection: Connection) -> None:
-    """Loop of a spawned rank: bring up a worker, let it step, shut it down, again and again."""
+    """Loop of a rank: bring up a worker, let it step, shut it down, again and again."""
     worker: Any = None
     while True:
         command, *args = connection.recv()
@@ -125,10 +126,10 @@ def _serve(rank: int, connection: Connection) -> None:
 
 
 class SpawnedWorkers:
-    """`size` processes with one rank each; they stay for several configurations, since importing torch is slow."""
+    """`size` processes with one rank each; they stay for several configurations."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm_processes.context()
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(size):

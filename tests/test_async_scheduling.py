@@ -17,9 +17,9 @@ from minivllm.trace_store import TraceStore
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_tokens_are_those_of_synchronous_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("warm_workers")
+def test_tokens_are_those_of_synchronous_scheduling() -> None:
     """Here on one rank over processes; all others are in test_product.py."""
-    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
     expected = reference()
     with LLM(distributed_executor_backend="mp", async_scheduling=True, **HARRIED) as llm:
         core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_processes
 
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.config import BUNDLED_CHECKPOINT
@@ -148,7 +149,7 @@ CASES = [
     Case(tp=2, backend="mp", process=True),
     Case("qwen3-gqa4", tp=2, backend="mp", process=True, budget=24, blocks=30, block_size=8),
     Case("llama-gqa2", tp=2, backend="mp", **PREEMPTED),
-    Case("qwen3-kv2", tp=4, backend="mp", process=True, **CHUNKED),
+    Case("qwen3-kv2", tp=4, backend="mp", **CHUNKED),
     Case("llama-gqa1", tp=1, backend="mp", process=True, **CHUNKED),
     Case("qwen3-untied", tp=1, backend="uni", process=True, **PREEMPTED),
     Case("qwen3-1m", tp=2, backend="mp", process=True, asynchronous=True, **PREEMPTED),
@@ -171,7 +172,10 @@ PRODUCT = [
 def run(
     case: Case, reference: Reference, monkeypatch: pytest.MonkeyPatch, params: Any
 ) -> list[RequestOutput]:
-    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "1" if case.process else "0")
+    if case.process:
+        monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "1")
+    else:
+        warm_processes.use(monkeypatch)
     with LLM(
         reference.path,
         tensor_parallel_size=case.tp,

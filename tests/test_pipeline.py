@@ -34,9 +34,9 @@ def start(**kwargs: Any) -> LLM:
 # --- tokens -------------------------------------------------------------------------------------------------------
 
 
-def test_three_stages_verify_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("warm_workers")
+def test_three_stages_verify_drafts() -> None:
     """Four batches in flight, and two stages that hear from the last. Two stages: test_product.py."""
-    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
     expected = reference()
     ngram = {
         "method": "ngram",

@@ -19,7 +19,7 @@ from mixed_load import HARRIED, check_generate, check_with_aborts
 
 from minivllm import LLM
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("warm_workers")]
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -78,7 +78,6 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(way: Way, draft_model: Path, monkeypatch: pytest.MonkeyPatch, thorough: bool) -> None:
-    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
     monkeypatch.setenv("MINIVLLM_USE_V2_MODEL_RUNNER", str(int(way.runner == "V2")))
     speculative: dict[str, dict[str, Any] | None] = {
         "plain": None,

@@ -232,12 +232,12 @@ def report_runner(worker: Any) -> tuple[str, list[str], int]:
 
 
 @pytest.mark.timeout(120)
-def test_pipeline_stages(checkpoint: str, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("warm_workers")
+def test_pipeline_stages(checkpoint: str, reference: Reference) -> None:
     """Tokens come back from the last stage while rows move, requests are preempted and batches are in flight.
 
     Many requests end with their first token, so that nobody needs it, and it is taken all the same.
     """
-    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
     prompts = prompts_of(40, 7, 25, 18, 31, 12, 5, 22, *[3] * 20, seed=4)
     greedy = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
     single = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
