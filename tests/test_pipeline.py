@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 import time
@@ -270,22 +269,18 @@ def check_view(directory: Path, overlapping: int, pairs: int, batches: int) -> N
 
 
 @pytest.mark.parametrize("batches", ["", "1"])
-@scenario(limit_s=60)
-def test_a_trace_shows_the_bubbles(batches: str) -> None:
+@pytest.mark.usefixtures("warm_workers")
+def test_a_trace_shows_the_bubbles(batches: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a batch queue the first stage works on the next batch while the last one has this one; without, never."""
-    import tempfile
-
-    os.environ["MINIVLLM_MAX_CONCURRENT_BATCHES"] = batches
-    with tempfile.TemporaryDirectory() as directory:
-        # A step holds one prompt, which keeps the requests in batches of their own.
-        with start(pipeline_parallel_size=2, max_num_batched_tokens=16, trace=directory) as llm:
-            llm.collective_rpc(take_long)
-            prompts = [{"prompt_token_ids": [5 + i] * 15} for i in range(4)]
-            llm.generate(prompts, greedy_params(), use_tqdm=False)
-        overlapping, pairs = overlapping_steps(Path(directory))
-        check_view(Path(directory), overlapping, pairs, 1 if batches else 2)
-        print(json.dumps({"overlapping": overlapping, "pairs": pairs}))
-        if batches:
-            assert overlapping == 0 and pairs >= 10
-        else:
-            assert overlapping >= pairs // 2 and pairs >= 20
+    monkeypatch.setenv("MINIVLLM_MAX_CONCURRENT_BATCHES", batches)
+    # A step holds one prompt, which keeps the requests in batches of their own.
+    with start(pipeline_parallel_size=2, max_num_batched_tokens=16, trace=tmp_path) as llm:
+        llm.collective_rpc(take_long)
+        prompts = [{"prompt_token_ids": [5 + i] * 15} for i in range(4)]
+        llm.generate(prompts, greedy_params(), use_tqdm=False)
+    overlapping, pairs = overlapping_steps(tmp_path)
+    check_view(tmp_path, overlapping, pairs, 1 if batches else 2)
+    if batches:
+        assert overlapping == 0 and pairs >= 10
+    else:
+        assert overlapping >= pairs // 2 and pairs >= 20

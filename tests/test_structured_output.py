@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_processes
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import BUNDLED_CHECKPOINT
@@ -243,11 +244,14 @@ ENGINES = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_over_processes(llm: LLM, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EngineCore and ranks in processes of their own; the trace shows what was masked, and when."""
+    """Ranks in processes of their own, and once EngineCore, too; that trace shows what was masked, and when."""
     trace = tmp_path / "trace" if name == "tp2" else None
     requests = [params(seed, json=SCHEMA) if seed % 2 else params(seed, max_tokens=10) for seed in range(8)]
     expected = llm.generate(["the class"] * 8, requests)
-    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "1")
+    if trace is not None:
+        monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "1")
+    else:
+        warm_processes.use(monkeypatch)
     with LLM(device="cpu", trace=trace, **ENGINES[name]) as other:
         outputs = other.generate(["the class"] * 8, requests)
     for seed, output in enumerate(outputs):
