@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.cells import cell_len
+from scenario import wait_until
 from trace_fixtures import write_run
 
 from minivllm.cli import timeline as timeline_command
@@ -417,10 +418,8 @@ class Collector(http.server.BaseHTTPRequestHandler):
 
     bodies: list[bytes]
     status = 200
-    delay_s = 0.0
 
     def do_POST(self) -> None:
-        time.sleep(self.delay_s)
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/v1/traces" and self.headers["Content-Type"] == "application/json":
             self.bodies.append(body)
@@ -428,10 +427,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
         self.send_response(self.status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        try:
-            self.wfile.write(answer)
-        except BrokenPipeError:
-            pass  # the client did not wait for it, as one test wants
+        self.wfile.write(answer)
 
     def log_message(self, *_: object) -> None: ...
 
@@ -493,9 +489,8 @@ def test_exported_file_is_valid_otlp(trace: Path, tmp_path: Path) -> None:
     )
 
 
-def test_export_to_nowhere_is_one_line_within_a_bounded_time(
-    trace: Path, collector: tuple[str, type[Collector]]
-) -> None:
+def test_export_to_nowhere_is_one_line(trace: Path, collector: tuple[str, type[Collector]]) -> None:
+    """An endpoint that never answers: test_trace_export.py."""
     done = minivllm("export", str(trace), "--otlp", "http://127.0.0.1:9")
     assert done.returncode == 1 and "cannot be reached" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -503,11 +498,6 @@ def test_export_to_nowhere_is_one_line_within_a_bounded_time(
     handler.status = 503
     done = minivllm("export", str(trace), "--otlp", url)
     assert done.returncode == 1 and "refused the trace: HTTP 503" in done.stderr and "no room" in done.stderr
-    handler.delay_s = 7.0
-    started = time.monotonic()
-    done = minivllm("export", str(trace), "--otlp", url)
-    assert done.returncode == 1 and "did not answer within 5 s" in done.stderr
-    assert time.monotonic() - started < 12
     for bad in ("localhost:4318", "ftp://x", "http://", "http://x:port"):
         assert minivllm("export", str(trace), "--otlp", bad).returncode == 2
 
@@ -656,15 +646,20 @@ def test_ctrl_c_twice_leaves_nothing_either(tmp_path: Path) -> None:
     assert not left_over(family)
 
 
+def journals(trace: Path) -> str:
+    """What each worker of a run has begun."""
+    return "".join(path.read_text(encoding="utf-8") for path in trace.glob("worker-*.journal.jsonl"))
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_sigterm_ends_everything(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "minivllm.cli.main", "demo"]
-    # Slowed down: a fast machine would be done with all of it after two seconds.
-    slow = environment(MINIVLLM_FAILPOINTS="worker.load_model@rank0=sleep:5")
+    """While rank 0 stands in a step, as its journal says."""
+    command = [sys.executable, "-m", "minivllm.cli.main", "demo", "--trace", str(tmp_path / "trace")]
+    standing = environment(MINIVLLM_FAILPOINTS="worker.load_model@rank0=hang")
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=slow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=tmp_path, env=standing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    time.sleep(2)
+    wait_until(lambda: "worker.load_model" in journals(tmp_path / "trace"), LIMIT_S, "rank 0 loads its model")
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=LIMIT_S)
