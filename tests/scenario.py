@@ -56,32 +56,41 @@ def scenario(
             if os.environ.get(_INSIDE) == f"{body.__module__}.{body.__name__}":
                 body(**kwargs)
             else:
-                _run(body, kwargs, limit_s, leaks, env or {})
+                run(body.__module__, body.__name__, kwargs, limit_s, leaks, env)
 
         return wrapper
 
     return decorate
 
 
-def _run(
-    body: Callable[..., None], kwargs: dict[str, Any], limit_s: float, leaks: bool, env: dict[str, str]
-) -> None:
-    environment = {**os.environ, _INSIDE: f"{body.__module__}.{body.__name__}", **env}
+def run(
+    module: str,
+    name: str,
+    kwargs: dict[str, Any],
+    limit_s: float,
+    leaks: bool,
+    env: dict[str, str] | None = None,
+) -> str:
+    """Run a function in a process of its own; returns its output.
+
+    Raises:
+        AssertionError: it failed, was late, or left something behind; with its output.
+    """
+    environment = {**os.environ, _INSIDE: f"{module}.{name}", **(env or {})}
     with tempfile.TemporaryFile() as log:
-        process = Server.running().fork(
-            body.__module__, body.__name__, kwargs, leaks, environment, log.fileno()
-        )
+        process = Server.running().fork(module, name, kwargs, leaks, environment, log.fileno())
         code = wait_limited(process, limit_s * slack())
         log.seek(0)
         output = log.read().decode(errors="replace")
     if code is None:
-        raise AssertionError(f"{body.__name__} took longer than {limit_s} s\n{output}")
+        raise AssertionError(f"{name} took longer than {limit_s} s\n{output}")
     if code == 77:
         import pytest
 
         pytest.skip(output.strip().splitlines()[-1])
     if code != 0:
-        raise AssertionError(f"{body.__name__} failed (exit code {code})\n{output}")
+        raise AssertionError(f"{name} failed (exit code {code})\n{output}")
+    return output
 
 
 def run_limited(command: list[str], env: dict[str, str], limit_s: float) -> tuple[str, int | None]:
