@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm_processes
 from mq_helpers import FailsToLoad, Peer, equal
 from scenario import raises, scenario, slack
 
@@ -380,15 +381,9 @@ def group_member(rank: int, world_size: int, path: str, nodes: int, results: Any
 
 @pytest.mark.parametrize(("world_size", "nodes"), [(3, 1), (4, 2)])
 def test_queues_of_a_process_group(world_size: int, nodes: int) -> None:
-    _process_group(world_size=world_size, nodes=nodes)
-
-
-@scenario(limit_s=90)
-def _process_group(world_size: int, nodes: int) -> None:
-    import multiprocessing
     import tempfile
 
-    context = multiprocessing.get_context("spawn")
+    context = warm_processes.context()
     results = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "rendezvous")

@@ -15,7 +15,7 @@ import pytest
 from real_runs import recorded
 from rich.cells import cell_len
 from terminal_session import Session
-from trace_fixtures import write_large, write_run
+from trace_fixtures import large_run, write_run
 
 from minivllm.exceptions import ConfigError
 from minivllm.stepper import History, Kind, RunState, Walk
@@ -436,8 +436,8 @@ def test_without_a_terminal_it_says_what_to_do(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_long_run_opens_in_time(tmp_path: Path) -> None:
-    directory = write_large(tmp_path / "trace", 100_000)
+def test_a_long_run_opens_in_time() -> None:
+    directory = large_run()
     # CPU time of the child: what else the machine does is not the point.
     before = os.times()
     done = step(str(directory), "--print", "--at", "1")

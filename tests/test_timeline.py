@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from trace_fixtures import MS, write_large, write_run
+from trace_fixtures import MS, large_run, write_run
 
 from minivllm.exceptions import ConfigError
 from minivllm.timeline import SOMETIMES, VIEWS, build_views, export, text, theme
@@ -24,6 +24,8 @@ from minivllm.timeline.run import Options
 from minivllm.timeline.scale import TimeScale, idle_stretches
 from minivllm.timeline.view import Actor, Kind, Row, Segment, View
 from minivllm.trace_store import TraceStore
+
+RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs"
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,62 @@ def drawn(
 
 def row(view: View, label: str, actor: str = "") -> Row:
     return next(r for r in view.rows if r.label.startswith(label) and actor in r.actor.name)
+
+
+# --- what real runs say
+
+
+def test_a_stage_waits_for_what_it_receives_and_computes_something_else() -> None:
+    """The recorded run has two stages of two ranks each."""
+    store = TraceStore.open(RUNS / "tp2-pp2")
+    view = one(store, "rpc")
+    said = " ".join(view.explanation)
+    assert (
+        "rank 2 replied; rank 3 computed the same and ranks 0 and 1 computed another stage; they sent nothing back"
+        in said
+    )
+    receiving = row(view, "dist.recv", "PP1_TP0")
+    sending = row(view, "dist.send", "PP0_TP0")
+    waiting = receiving.segments[0]
+    assert waiting.kind is Kind.WAIT and waiting.end_ns == sending.segments[0].start_ns
+    assert re.search(r"in dist.recv rank 2 waited [\d.]+ \S+ for rank 0", said)
+
+
+def test_titles_count_the_steps_that_had_a_batch() -> None:
+    view = one(TraceStore.open(RUNS / "tp2-pp2"), "pipeline")
+    steps = [
+        int(r.label.split()[1]) for r in view.rows if r.label.startswith("step ") and "PP0" in r.actor.name
+    ]
+    assert view.title.startswith(f"Steps {steps[0]} to {steps[-1]} ")
+    assert (" of " in view.title) == (
+        steps[-1] - steps[0] + 1 == len(steps)
+    ) or "that had a batch" in view.title
+
+
+def test_how_a_process_ended_fits_at_the_edge() -> None:
+    for ended, short in (
+        ("exited with code 0", "exit code 0"),
+        ("was killed by SIGKILL", "killed: SIGKILL"),
+        ("ended after SIGTERM (exit code 143)", "ended: SIGTERM"),
+    ):
+        assert text.fate(ended) == short and len(short) <= 80 // 5
+    for name in ("kill-in-step", "tp2"):
+        for view in ("shutdown", "failure") if name.startswith("kill") else ("shutdown",):
+            shown = drawn(one(TraceStore.open(RUNS / name), view), 80)
+            assert not [line for line in shown if line.endswith("…")], name
+
+
+def test_the_name_of_a_step_outlives_its_room() -> None:
+    actor = Actor("EngineCore", 1)
+    rows = [Row("executor.close_message_queues", actor, 3, [Segment(0, 10 * MS)])]
+    lines = drawn(View("x", "", 0, 10 * MS, rows=rows), 70)
+    assert any("close_message_queues" in line for line in lines) and "…" not in "".join(lines)
+
+
+def test_futures_say_what_a_bar_is() -> None:
+    view = one(TraceStore.open(RUNS / "futures"), "future")
+    assert "then the wait in result()" in view.explanation[0]
+    assert any("pending, and nobody asks" in line for line in drawn(view))
 
 
 # --- words and axis
@@ -168,7 +226,7 @@ def test_rpc_shows_one_broadcast_with_its_readers(store: TraceStore) -> None:
     assert "slot 4, 612 B" in said and "read by 2 ranks" in said
     assert "rank 0 had it 100 µs after it was written and rank 1 had it 150 µs after it was written" in said
     assert "rank 1 executed for 5.25 ms, rank 0 for 5.00 ms; the last to finish was rank 1" in said
-    assert "rank 0 replied; rank 1 computed the same and sent nothing" in said
+    assert "rank 0 replied; rank 1 computed the same and sent nothing back" in said
     kinds = [s.kind for s in row(view, "mq.dequeue", "TP1").segments]
     assert kinds == [Kind.WAIT, Kind.WORK]
 
@@ -312,8 +370,8 @@ def test_json_holds_the_numbers(store: TraceStore) -> None:
     assert (wait["start_ns"], wait["kind"]) == (344 * MS, "wait")
 
 
-def test_hundred_thousand_spans_open_and_render_in_two_seconds(tmp_path: Path) -> None:
-    directory = write_large(tmp_path / "t", 100_000)
+def test_hundred_thousand_spans_open_and_render_in_two_seconds() -> None:
+    directory = large_run()
     # CPU time of this process: what else the machine does is not the point.
     gc.disable()
     start = time.process_time()

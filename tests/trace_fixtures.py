@@ -6,8 +6,10 @@ each rank has its own bootstrap time, rank n - 1 is the slowest. Times are milli
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -323,9 +325,10 @@ def write_run(
     return run.write()
 
 
-def write_large(directory: Path, spans: int) -> Path:
-    """A run of about `spans` spans (decode steps without end)."""
-    return write_run(directory, steps=max(1, (spans - 60) // 20))
+@functools.cache
+def large_run() -> Path:
+    """A run of 100,000 spans (decode steps without end); gone with the session's temporary files."""
+    return write_run(Path(tempfile.mkdtemp(prefix="large-")) / "trace", steps=5000)
 
 
 if __name__ == "__main__":
