@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from minivllm.distributed.mq_codec import OUT_OF_BAND, RAW, decode
+from minivllm.distributed.mq_memory import keep_freed_memory
 from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, memory_fence
 
 MIN_BYTES: Final = 256 << 10  # below this a copy is over before the reader has come
@@ -86,6 +87,7 @@ class Stream:
 
     def load(self, kind: int) -> Any:
         """The object of the message, which starts here."""
+        keep_freed_memory()
         if self._there(self._size) == self._size:
             return decode(kind, self._view[:])
         if kind & RAW:

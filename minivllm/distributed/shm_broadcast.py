@@ -300,10 +300,14 @@ class MessageQueue(QueueEnd):
             view[: len(record)] = record
             view = block.view
             kind |= OVERFLOW
-        if size >= mq_stream.MIN_BYTES and not crowded():
+        if size >= mq_stream.MIN_BYTES:
             words = self.buffer.words
             words[progress] = 0
-            return size << 8 | kind | GROWING, (pieces, size, view, words, progress)
+            place = pieces, size, view, words, progress
+            if not crowded():
+                return size << 8 | kind | GROWING, place
+            mq_stream.write(*place)
+            return size << 8 | kind | GROWING, None
         offset = 0
         for piece in pieces:
             end = offset + len(piece)
