@@ -21,6 +21,8 @@ from pathlib import Path
 import commands
 import outputs
 
+from minivllm.tracing.spool import read_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "docs" / "runs"
 
@@ -117,8 +119,11 @@ def keep(trace: Path, target: Path) -> None:
     target.mkdir(parents=True)
     for path in sorted(trace.iterdir()):
         if path.suffix == ".jsonl":
-            text = anonymous(path.read_text(encoding="utf-8"), str(trace))
-            (target / path.name).write_text(text, encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
+            if not path.name.endswith(".journal.jsonl"):
+                # What a killed process could not bring into this form itself.
+                text += b"".join(read_lines(path.with_suffix(".spool"))[0]).decode()
+            (target / path.name).write_text(anonymous(text, str(trace)), encoding="utf-8")
 
 
 def record_walkthrough(name: str, device: str) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from minivllm.trace_store.model import Process, RawSpan, decode_attributes
 from minivllm.tracing.open_table import TableEntry, read_table
+from minivllm.tracing.spool import read_lines
 
 
 class _Resource(msgspec.Struct):
@@ -69,9 +70,14 @@ class Directory:
         for file in files:
             if file.name.endswith(".journal.jsonl"):
                 self._read_journal(file)
+        # Spools before what is made of them: one that is gone by now has gone into the file beside it.
+        for file in sorted(path.glob("*.spool")):
+            lines, torn = read_lines(file)
+            self.damaged_lines += torn
+            self._read_spans(lines)
         for file in files:
             if not file.name.endswith(".journal.jsonl"):
-                self._read_spans(file)
+                self._read_spans(self._lines(file))
 
     def _lines(self, file: Path) -> list[bytes]:
         try:
@@ -79,8 +85,8 @@ class Directory:
         except OSError:
             return []
 
-    def _read_spans(self, file: Path) -> None:
-        for line in self._lines(file):
+    def _read_spans(self, lines: list[bytes]) -> None:
+        for line in lines:
             try:
                 request = _line_decoder.decode(line)
             except msgspec.MsgspecError:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from minivllm.tracing import encode
-from minivllm.tracing.files import VERSION
+from minivllm.tracing.encode import VERSION
 from minivllm.tracing.process import identity
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _http_sender(url: str, content_type: str) -> Send:
 
 
 def _json(spans: list[Span]) -> bytes:
-    return encode.line(encode.resource(identity.resource()), [encode.span(span) for span in spans], VERSION)
+    return encode.line(encode.resource(identity.resource()), [encode.span(span) for span in spans])
 
 
 def _protobuf(spans: list[Span]) -> bytes:

@@ -1,11 +1,12 @@
-"""The files of one process in the trace directory: finished spans, start journal, table of open spans.
+"""The files of one process in the trace directory: spool, start journal, table of open spans, and OTLP/JSON at the end.
 
 vLLM 0.25.1: none
 Articles: none
 
-`<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …} a line. `<role>-<pid>.journal.jsonl` gets one line
-for the resource and one for each lifecycle span as it starts; the process holds a lock on it while it lives.
-`<role>-<pid>.open` is the OpenTable.
+`<role>-<pid>.spool` is the Spool: each span as it ends. `<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …}
+a line: at a flush and at the end it gets what the spool has, and the spool goes. `<role>-<pid>.journal.jsonl` gets one
+line for the resource and one for each lifecycle span as it starts; the process holds a lock on it while it lives.
+`<role>-<pid>.open` is the OpenTable. Readers take a span from wherever it is.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING
 from minivllm.tracing import encode
 from minivllm.tracing.open_table import OpenTable
 from minivllm.tracing.process import clock, identity
+from minivllm.tracing.spool import Spool
 
 if TYPE_CHECKING:
     from minivllm.tracing.spans import Span
 
 logger = logging.getLogger(__name__)
-VERSION = "0.1.0"
+# A longer run leaves the rest in the spool rather than keep whoever waits for its end; readers know both.
+CLOSE_LIMIT_S = 1.0
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
@@ -53,6 +56,7 @@ class TraceFiles:
         _lock(self._journal_fd)
         self._table_path = self.directory / f"{stem}.open"
         self.table = OpenTable(self._table_path, identity.pid, clock.offset_ns)
+        self.spool = Spool(self.directory / f"{stem}.spool")
         self._failed = False
         self._resource = ""
         self.write_resource()
@@ -70,22 +74,23 @@ class TraceFiles:
             self._journal_fd,
             f'{{"resource":{self._resource},"clockOffsetNano":"{clock.offset_ns}"}}\n'.encode(),
         )
+        self.spool.resource(self._resource, clock.offset_ns)
 
     def journal(self, span: Span) -> None:
         """Note the start of a span with what is known about it; one write, so that lines never mix."""
         self._write(self._journal_fd, f'{{"span":{encode.span(span)}}}\n'.encode())
 
-    def write(self, spans: list[Span]) -> None:
-        """Append finished spans as one line, then free their slots in the open table."""
-        if spans:
-            self._write(
-                self._spans_fd, encode.line(self._resource, [encode.span(span) for span in spans], VERSION)
-            )
-            for span in spans:
-                self.forget(span)
+    def write(self, limit_s: float | None = None) -> bool:
+        """Write OTLP/JSON of what is new in the spool; returns whether that was all. limit_s: None takes its time."""
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        for line in self.spool.new_lines():
+            self._write(self._spans_fd, line)
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+        return True
 
     def forget(self, span: Span) -> None:
-        """Free the span's slot in the table: it is in the file, or will be in another one."""
+        """Free the span's slot in the table: it will be in another file."""
         if span.slot:
             self.table.release(span.slot)
             span.slot = 0
@@ -105,6 +110,14 @@ class TraceFiles:
         self._table_path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close all files; the lock goes with them."""
+        """Make OTLP/JSON of everything and close all files; the lock goes with them."""
+        complete = self.write(CLOSE_LIMIT_S) and not self._failed
+        if complete and self.spool.ours:
+            self.spool.path.unlink(missing_ok=True)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close all files as they are."""
+        self.spool.close()
         os.close(self._spans_fd)
         os.close(self._journal_fd)

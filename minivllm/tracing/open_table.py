@@ -1,4 +1,4 @@
-"""A memory-mapped flight recorder: the spans that are open, or ended but not yet in the file.
+"""A memory-mapped flight recorder: the spans that are open.
 
 vLLM 0.25.1: none (spans of a killed process are lost)
 Articles: part 2 §2.6
@@ -9,7 +9,7 @@ the process. Attributes are not kept; who reads the run has the name, ids, times
 
 Header of 64 bytes: magic, u32 pid, u32 slots, i64 clock offset (wall minus monotonic, ns).
 Slot of 64 bytes: u16 catalogue index (0: free), u16 unused, u32 thread id, u64 span id, u64 parent id,
-u64 start and u64 end (monotonic ns; end 0 while open), 16 bytes trace id.
+u64 start and u64 end (monotonic ns; 0: it had not ended), 16 bytes trace id.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ SLOT_BYTES = 64
 SLOTS = 4096
 HEADER = struct.Struct("<8sIIq")
 SLOT = struct.Struct("<HHIQQQQ16s")
-END = struct.Struct("<Q")
-END_OFFSET = 32
+FREE = b"\0\0"  # what takes the place of the index
 
 
 class OpenTable:
     """The writer's side: `memory` is the mapping, `free` a stack of the offsets of slots that nobody uses.
 
-    The hot path takes an offset from `free`, packs SLOT there, and packs END at END_OFFSET when the span ends;
-    the slot stays taken until the span is in the file. A full table drops what does not fit: such a span is still
-    recorded, but a kill would lose it. The mapping is never closed but left to the garbage collector, since a
-    thread may just be writing to it.
+    The hot path takes an offset from `free`, packs SLOT there, and stores FREE and gives the offset back when the span
+    has ended and is in the spool. A full table drops what does not fit: such a span is still recorded, but a kill
+    while it is open would lose it. The mapping is never closed but left to the garbage collector, since a thread may
+    just be writing to it.
     """
 
     __slots__ = ("free", "memory")
@@ -53,7 +52,7 @@ class OpenTable:
 
     def release(self, slot: int) -> None:
         """Free the slot of a span that is in the file."""
-        self.memory[slot : slot + 2] = b"\0\0"
+        self.memory[slot : slot + 2] = FREE
         self.free.append(slot)
 
 

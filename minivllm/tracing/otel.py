@@ -18,8 +18,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from minivllm.tracing.context import unpack
-from minivllm.tracing.encode import attribute_name
-from minivllm.tracing.files import VERSION
+from minivllm.tracing.encode import VERSION, attribute_name
 from minivllm.tracing.process import clock, identity
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Takes finished spans from the hot path and writes them from a thread that sleeps while nothing happens.
+"""What a process has recorded: its files, and for live exports a thread that sleeps while nothing happens.
 
 vLLM 0.25.1: none (the SDK's BatchSpanProcessor, whose spans are lost when a process is killed)
 Articles: none
@@ -29,11 +29,11 @@ class Recorder:
     """One per process.
 
     Attributes:
-        finished: spans that ended and are not written yet; appended to by any thread, never replaced.
+        finished: spans that ended and that no sink has yet; appended to by any thread, never replaced.
         open: spans that have started and not ended, by span id.
-        idle: True while the drain thread sleeps without a deadline; whoever appends then calls wake().
+        idle: True while the thread sleeps without a deadline; whoever appends then calls wake().
         files: the trace files, when the run has a directory.
-        sinks: further takers of finished spans.
+        sinks: takers of finished spans besides the files; never replaced.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Recorder:
         self.idle = True
 
     def wake(self) -> None:
-        """Have the drain thread look at `finished`; starts it at first use."""
+        """Have the thread look at `finished`; starts it at first use."""
         self.idle = False
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -71,7 +71,7 @@ class Recorder:
             wake.clear()
             if stop.wait(DRAIN_INTERVAL_S):
                 return
-            if self.drain(polite=True):
+            if self.hand_on(polite=True):
                 wake.set()
                 continue
             # Set before the second look: a span appended between the two is seen by one side or the other.
@@ -80,35 +80,40 @@ class Recorder:
                 self.idle = False
                 wake.set()
 
-    def drain(self, polite: bool = False) -> int:
-        """Write everything that has ended so far; returns how many spans. polite: let other threads run in between."""
+    def drain(self) -> None:
+        """Have everything that has ended so far with the sinks, and as OTLP/JSON in the file."""
+        self.hand_on()
+        with self.lock:
+            if self.files is not None:
+                self.files.write()
+
+    def hand_on(self, polite: bool = False) -> int:
+        """Give everything that has ended to the sinks; returns how many spans. polite: let other threads run in between."""
         total = 0
         while self.finished:
             with self.lock:
                 chunk = self.finished[:CHUNK_SPANS]
                 del self.finished[: len(chunk)]
                 try:
-                    if self.files is not None:
-                        self.files.write(chunk)
                     for sink in self.sinks:
                         sink(chunk)
                 except Exception:
-                    # Whatever a span carries must not end the drain thread: the run goes on without these spans.
+                    # Whatever a span carries must not end this thread: the run goes on without these spans.
                     if not self._warned:
                         self._warned = True
-                        logger.exception("%d spans could not be written", len(chunk))
+                        logger.exception("%d spans could not be exported", len(chunk))
             total += len(chunk)
             if polite:
                 time.sleep(0)
         return total
 
     def stop(self) -> None:
-        """End the drain thread and write what is left; recording may start again later."""
+        """End the thread and hand on what is left; recording may start again later."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
-        self.drain()
+        self.hand_on()
         self._start_afresh()
 
     def forget(self) -> None:
@@ -116,7 +121,7 @@ class Recorder:
         self.open.clear()
         self.finished.clear()
         if self.files is not None:
-            self.files.close()
+            self.files.abandon()
             self.files = None
         self._start_afresh()
 

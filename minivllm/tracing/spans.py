@@ -24,12 +24,13 @@ import msgspec
 from minivllm.tracing import context, failpoints
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
 from minivllm.tracing.gate import STEPS, Gate
-from minivllm.tracing.open_table import END, END_OFFSET, SLOT
+from minivllm.tracing.open_table import FREE, SLOT
 from minivllm.tracing.parents import parents
 from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, make_site
 from minivllm.tracing.place import local as _local
 from minivllm.tracing.recorder import recorder
 from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
+from minivllm.tracing.spool import Spool
 
 F = TypeVar("F", bound=Callable[..., Any])
 STATUS_UNSET, STATUS_OK, STATUS_ERROR = 0, 1, 2
@@ -48,7 +49,8 @@ _open = recorder.open
 _table_memory: mmap.mmap | bytearray = bytearray()
 _table_free: list[int] = []
 _pack_slot = SLOT.pack_into
-_pack_end = END.pack_into
+_spool: Spool | None = None
+_sinks = recorder.sinks
 _unpack = context.PACKED.unpack
 
 
@@ -143,12 +145,8 @@ class Span(msgspec.Struct, gc=False, eq=False):
         # Whoever takes it out of the table of open spans has ended it.
         if _open.pop(self.span_id, None) is None:
             return
-        self.end_ns = end_ns = monotonic_ns()
-        if self.slot:
-            _pack_end(_table_memory, self.slot + END_OFFSET, end_ns)
-        _append(self)
-        if recorder.idle:
-            recorder.wake()
+        self.end_ns = monotonic_ns()
+        _keep(self)
 
     def __enter__(self) -> Span:
         thread = self.thread
@@ -172,15 +170,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
             thread.board.restore(self.depth)
         if exc is not None:
             self.record_exception(exc)
-        # The body of end(), once more: a call less.
-        if _open.pop(self.span_id, None) is None:
-            return
-        self.end_ns = end_ns = monotonic_ns()
-        if self.slot:
-            _pack_end(_table_memory, self.slot + END_OFFSET, end_ns)
-        _append(self)
-        if recorder.idle:
-            recorder.wake()
+        self.end()
 
 
 class _Root(Span, gc=False, eq=False):
@@ -318,9 +308,30 @@ def _cold_span(
     site = find_site(frame)
     if entry.level > LIFECYCLE:
         # Spans of the hot path keep the place of their first emission: looking it up each time costs too much.
-        _sites[entry.index] = site
-        _hot[entry.name] = entry
+        _make_hot(entry, site)
+        return _start(entry, attributes, kind, links, None, thread, parent, monotonic_ns())
     return _start(entry, attributes, kind, links, site, thread, parent, monotonic_ns())
+
+
+def _make_hot(entry: SpanSpec, site: Site) -> None:
+    _sites[entry.index] = site
+    if _spool is not None:
+        _spool.place(entry.index, site)
+    _hot[entry.name] = entry
+
+
+def _keep(item: Span) -> None:
+    """Put a span that has ended where it survives this process, then forget that it was open."""
+    if _spool is not None:
+        _spool.keep(item)
+        if item.slot:
+            slot, item.slot = item.slot, 0
+            _table_memory[slot : slot + 2] = FREE
+            _table_free.append(slot)
+    if _sinks:
+        _append(item)
+        if recorder.idle:
+            recorder.wake()
 
 
 def _step(entry: SpanSpec, thread: ThreadState, attributes: dict[str, Any], kind: str) -> Span:
@@ -384,7 +395,7 @@ def _start(
     attributes: dict[str, Any],
     kind: str,
     links: tuple[bytes, ...],
-    site: Site,
+    site: Site | None,
     thread: ThreadState,
     parent: bytes | None,
     start_ns: int,
@@ -438,7 +449,12 @@ def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
             if entry.level > _level:
                 item = _step(entry, thread, attributes, entry.kind)
             else:
-                item = _start(entry, attributes.copy(), entry.kind, (), site, thread, None, monotonic_ns())
+                place: Site | None = site
+                if entry.level > LIFECYCLE:
+                    place = None
+                    if name not in _hot:
+                        _make_hot(entry, site)
+                item = _start(entry, attributes.copy(), entry.kind, (), place, thread, None, monotonic_ns())
             with item:
                 return function(*args, **kwargs)
 
@@ -477,9 +493,9 @@ def _halt(item: Span, entry: SpanSpec | None = None) -> None:
 
 
 def save_before_death() -> None:
-    """Write finished spans and journal the open ones of all levels, as far as this can still be done."""
+    """Hand on finished spans and journal the open ones of all levels, as far as this can still be done."""
+    recorder.hand_on()
     with recorder.lock:
-        recorder.drain()
         if recorder.files is not None:
             for item in list(_open.values()):
                 recorder.files.journal(item)
@@ -494,7 +510,7 @@ def apply(
     level: int, active_failpoints: dict[str, list[failpoints.Failpoint]], gate: Gate | None = None
 ) -> None:
     """Set what the hot path looks at."""
-    global _level, _failpoints, _gate, _halts, _enabled, _hot, _table_memory, _table_free
+    global _level, _failpoints, _gate, _halts, _enabled, _hot, _table_memory, _table_free, _spool
     _level, _failpoints, _gate = level, active_failpoints, gate
     _halts = frozenset(active_failpoints) | (STEPS if gate is not None else frozenset())
     # Lifecycle spans are always real, since the step board must be right with tracing off, too.
@@ -503,11 +519,11 @@ def apply(
         name: entry for name, entry in SPANS.items() if entry.level <= visible or name in active_failpoints
     }
     _hot = {}
-    table = recorder.files.table if recorder.files is not None else None
-    if table is not None:
-        _table_memory, _table_free = table.memory, table.free
+    files = recorder.files
+    if files is not None and level:
+        _table_memory, _table_free, _spool = files.table.memory, files.table.free, files.spool
     else:
-        _table_free = []  # the memory stays for spans that are just ending
+        _table_free, _spool = [], None  # the memory stays for spans that are just ending
 
 
 def forget() -> None:
