@@ -188,8 +188,20 @@ def segments_of(pids: list[int]) -> list[str]:
     return [f.name for f in SHM.glob("minivllm-*") if any(f"-{pid}-" in f.name for pid in pids)]
 
 
+def timer_slacks(rank: int, worker: Any) -> dict[str, set[int]]:
+    """Nanoseconds by which the kernel may wake threads late: of those of gloo that look at a flag, and of this one."""
+    slacks: dict[str, set[int]] = {"gloo": set(), "main": {int(Path("/proc/self/timerslack_ns").read_text())}}
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("gloo"):
+            slacks["gloo"].add(int(Path(f"/proc/{task.name}/timerslack_ns").read_text()))
+    return slacks
+
+
 def test_groups_of_tp2_pp2(four: SpawnedWorkers) -> None:
+    before = four.call(timer_slacks)
     replies = four.call(join, 4, rendezvous(), 2)
+    # An idle engine lets its core sleep, and this thread is as punctual as it was.
+    assert four.call(timer_slacks) == [slacks | {"gloo": {20_000_000}} for slacks in before]
     assert [r["ranks"]["tp"] for r in replies] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [r["ranks"]["pp"] for r in replies] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert {tuple(r["ranks"]["world"]) for r in replies} == {(0, 1, 2, 3)}

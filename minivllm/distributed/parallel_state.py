@@ -26,8 +26,12 @@ from minivllm import envs, tracing
 from minivllm.distributed.cpu_channels import CpuChannels
 from minivllm.distributed.cpu_communicator import CpuCommunicator
 from minivllm.platforms import get_platform
+from minivllm.utils.system_utils import timer_slack
 
 _DEFAULT_TIMEOUT: Final = datetime.timedelta(minutes=30)
+# Each gloo group has a thread that looks every 10 ms whether it is to end: four threads on each rank, which were most of
+# what an idle engine used of a processor. The price is that destroying a group takes as much longer.
+_GLOO_TIMER_SLACK_S: Final = 0.02
 
 
 class Transfer(Protocol):
@@ -85,10 +89,8 @@ class GroupCoordinator:
             # Every rank takes part in the creation of every group, also of those it does not belong to: torch
             # numbers groups by counting, and ranks that count differently wait for each other for ever.
             for ranks in group_ranks:
-                device_group = dist.new_group(ranks, _groups_timeout, backend)
-                cpu_group = (
-                    device_group if backend == "gloo" else dist.new_group(ranks, _groups_timeout, "gloo")
-                )
+                device_group = _new_group(ranks, backend)
+                cpu_group = device_group if backend == "gloo" else _new_group(ranks, "gloo")
                 if ranks is self.ranks:
                     self.device_group, self.cpu_group = device_group, cpu_group
         self.group_ranks = group_ranks
@@ -144,7 +146,7 @@ class GroupCoordinator:
                     return channels.transport
             # Of their own, or the broadcast of tokens would stand in line with the hidden states of later batches.
             for ranks in self.group_ranks:
-                group = dist.new_group(ranks, _groups_timeout, self.backend)
+                group = _new_group(ranks, self.backend)
                 if ranks is self.ranks:
                     self.broadcast_group = group
             return self.backend
@@ -390,10 +392,17 @@ def init_distributed_environment(
         pids = [int(store.get(f"arrived/{peer}")) for peer in range(world_size)]
         s.set(pids=str(pids), store=type(store).__name__)
     with tracing.span("dist.init_process_group", backend=backend, world_size=world_size, rank=rank):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        with timer_slack(_GLOO_TIMER_SLACK_S):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     _groups_timeout = timeout if timeout > _DEFAULT_TIMEOUT else None
     _WORLD = GroupCoordinator([list(range(world_size))], device, backend, "world")
     _WORLD.init_communicator()
+
+
+def _new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
+    with timer_slack(_GLOO_TIMER_SLACK_S):
+        group: dist.ProcessGroup = dist.new_group(ranks, _groups_timeout, backend)
+    return group
 
 
 def initialize_model_parallel(
