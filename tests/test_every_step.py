@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from minivllm.timeline import VIEWS, build_views, meetings
+from minivllm.timeline.render import Timeline
+from minivllm.timeline.run import Run
 from minivllm.trace_store import TraceStore
 from minivllm.trace_store.coverage import SHOWN, cover
 
@@ -85,3 +90,47 @@ def test_the_command_agrees(traces: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 could not be shown, 0 are missing" in " ".join(done.stdout.split())
+
+
+def test_a_stage_waits_for_what_another_one_sends(traces: Path) -> None:
+    run = Run(TraceStore.open(traces / "async-pipeline"))
+    received = run.all("dist.recv")
+    sent = meetings.collectives(run, received)
+    assert received and len(sent) == len(received)
+    for recv in received:
+        send = sent[recv.span_id]
+        assert (send.rank, send.get("what")) == (recv.get("src"), recv.get("what"))
+        assert send.start_ns <= recv.end_ns
+    assert len({s.span_id for s in sent.values()}) == len(received)
+
+
+@pytest.mark.parametrize(
+    ("name", "view", "said"),
+    [
+        ("raise", "failure", "the executor went on: the next call succeeded"),
+        ("hang", "shutdown", "the workers closed down one after another, "),
+        (
+            "hang",
+            "shutdown",
+            "rank 1 did not leave in time when the death pipes were closed, and got SIGTERM",
+        ),
+        (
+            "hang",
+            "failure",
+            "no step failed; rank 1 ended after SIGTERM (exit code 143), when all were to end",
+        ),
+        ("stubborn", "shutdown", "ranks 0 and 1 had to be killed"),
+        ("spawn", "shutdown", "the workers closed down side by side, "),
+    ],
+)
+def test_timelines_tell_what_became_of_whom(traces: Path, name: str, view: str, said: str) -> None:
+    assert said in " / ".join(build_views(TraceStore.open(traces / name), [view])[0].explanation)
+
+
+def test_nothing_is_cut_off_at_eighty_columns(traces: Path) -> None:
+    for trace in sorted(traces.iterdir()):
+        for view in build_views(TraceStore.open(trace), list(VIEWS)):
+            console = Console(file=io.StringIO(), width=80, highlight=False)
+            console.print(Timeline(view, styled=False))
+            lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+            assert not [line for line in lines if "…" in line and "≈" not in line], (trace.name, view.name)

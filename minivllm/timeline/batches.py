@@ -66,6 +66,16 @@ class Batches:
             for span in spans
         ]
 
+    def title(self, shown: list[int]) -> str:
+        """Which steps these are; an engine step without a batch has a number, too."""
+        first, last = shown[0], shown[-1]
+        if self.steps[-1] - self.steps[0] + 1 == len(self.steps):
+            return f"Steps {first} to {last} of {self.steps[-1]}"
+        part = (
+            f"{len(shown)} of the {len(self.steps)}" if len(shown) < len(self.steps) else f"all {len(shown)}"
+        )
+        return f"Steps {first} to {last} ({part} that had a batch)"
+
     def shown(self, run: Run) -> list[int]:
         """The steps to show: from the one that the reader asked for, or from the middle of the run."""
         focus = run.options.focus

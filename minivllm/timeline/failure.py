@@ -51,7 +51,7 @@ def build(run: Run) -> View:
         if process.role != "worker" or wanted is None or process.rank in wanted:
             rows = _rows(run, process, broken, began)
             if rows:
-                view.rows += [run.heading(process, _fate(run, process)), *rows]
+                view.rows += [run.heading(process, _heading(run, process)), *rows]
     end = max(s.end_ns for s in [*broken, *(s for name in _REACTIONS for s in run.all(name))])
     lead = max(int((end - began) * _BEFORE_SHARE), _LEAST_NS)
     earliest = min(row.start_ns for row in view.rows if row.start_ns is not None)
@@ -73,6 +73,10 @@ def _first_failure(run: Run, broken: list[Span]) -> tuple[Span, int]:
         key=lambda s: (s.end_ns, -s.start_ns),
     )
     cut_off = [s for s in broken if s.unfinished]
+    if not errors and not cut_off:
+        # A worker that had to be ended in the shutdown, and left nothing open.
+        report = min(broken, key=lambda s: s.end_ns)
+        return report, report.end_ns
     shutdown = min((s.start_ns for s in run.all("executor.shutdown")), default=None)
     reported = {s.rank for s in run.all("monitor.worker_died")}
 
@@ -102,9 +106,14 @@ def _life(run: Run, process: Process) -> Span | None:
 
 
 def _fate(run: Run, process: Process) -> str | None:
-    """How a worker ended, for the right edge of its heading."""
+    """How a worker ended, for a sentence."""
     life = _life(run, process)
     return str(life.get("ended")).removeprefix("was ") if life is not None and life.get("ended") else None
+
+
+def _heading(run: Run, process: Process) -> str | None:
+    life = _life(run, process)
+    return words.fate(str(life.get("ended"))) if life is not None and life.get("ended") else None
 
 
 def _rows(run: Run, process: Process, broken: list[Span], began: int) -> list[Row]:
@@ -135,7 +144,9 @@ def _who(process: Process, run: Run) -> str:
 
 def _explain(run: Run, first: Span, began: int, broken: list[Span]) -> list[str]:
     who = _who(first.process, run)
-    if first.unfinished:
+    if first.name == "worker.process":
+        sentences = [f"no step failed; rank {first.rank} {first.get('ended')}, when all were to end"]
+    elif first.unfinished:
         how = _fate(run, first.process) or "ended"
         how = how if how == "ended" or how.startswith("exited") else f"was {how}"
         sentences = [f"{who} {how} in {first.name}"]
@@ -145,10 +156,18 @@ def _explain(run: Run, first: Span, began: int, broken: list[Span]) -> list[str]
     sentences += _consequences(run, first, broken)
     shutdown = next((s for s in run.all("executor.shutdown") if s.end_ns >= began), None)
     if shutdown is not None:
-        sentences.append(
-            f"the executor began to shut down {words.duration(max(0, shutdown.start_ns - began))} after the failure and "
-            f"was done after {words.duration(shutdown.end_ns - began)}"
-        )
+        later = [
+            s for s in run.all("rpc.call") if began <= s.start_ns <= shutdown.start_ns and not s.is_error
+        ]
+        if later:
+            went = "call" if len(later) == 1 else f"{len(later)} calls"
+            sentences.append(f"the executor went on: the next {went} succeeded")
+        done = f"was done after {words.duration(shutdown.end_ns - began)}"
+        after = words.duration(abs(shutdown.start_ns - began))
+        if shutdown.start_ns < began:
+            sentences.append(f"the executor had begun to shut down {after} before that and {done}")
+        else:
+            sentences.append(f"the executor began to shut down {after} after the failure and {done}")
         for level, what in (
             ("executor.terminate_sigterm", "SIGTERM"),
             ("executor.terminate_sigkill", "SIGKILL"),

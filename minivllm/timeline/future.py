@@ -30,7 +30,10 @@ def build(run: Run) -> View:
         return view
     first = _first(run, calls)
     shown = calls[first : first + _SHOWN]
-    view.title = f"Calls {shown[0].get('seq')} to {shown[-1].get('seq')}: sent, pending, asked for"
+    first_seq, last_seq = shown[0].get("seq"), shown[-1].get("seq")
+    numbers = f"Calls {first_seq} to {last_seq}" if len(shown) > 1 else f"Call {first_seq}"
+    view.title = f"{numbers}: sent, pending, asked for"
+    view.waiting = "pending, and nobody asks"
     view.rows.append(run.heading(shown[0].process))
     for call in shown:
         seq = int(call.get("seq") or 0)
@@ -72,17 +75,20 @@ def _explain(calls: list[Span], results: dict[int, Span]) -> list[str]:
         most = max(most, pending)
     ends = [results[int(call.get("seq") or 0)].end_ns for call in calls]
     drained = sum(int(result.get("drained") or 0) for result in results.values())
+    together = f"; up to {most} of them were pending at once" if len(calls) > 1 else ""
     sentences = [
-        f"{words.count(len(calls), 'call')} did not block; up to {most} of them were pending at once"
+        "a bar is the sending, then the time in which the call is pending and nobody asks, then the wait in result()",
+        f"{words.count(len(calls), 'call')} did not block{together}",
     ]
-    if ends == sorted(ends):
+    if len(calls) > 1 and ends == sorted(ends):
         sentences.append("their results were taken in the order in which they were sent")
     if drained:
         sentences.append(
             f"asking for a later result finished {words.count(drained, 'older call')} on the way"
         )
     asked = sorted(results[int(c.get("seq") or 0)].start_ns - c.end_ns for c in calls)
+    median = " (median)" if len(asked) > 1 else ""
     sentences.append(
-        f"a call was pending for {words.duration(max(asked[len(asked) // 2], 0))} (median) before its result was asked for"
+        f"a call was pending for {words.duration(max(asked[len(asked) // 2], 0))}{median} before its result was asked for"
     )
     return sentences

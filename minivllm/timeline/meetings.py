@@ -32,8 +32,36 @@ def start_up_meetings(run: Run) -> dict[str, Span]:
 
 
 def collectives(run: Run, spans: Iterable[Span]) -> dict[str, Span]:
-    """The same for the collectives among `spans`, which must be those of one RPC (or one step) on all ranks."""
-    return _waits(run, [s for s in spans if s.name in COLLECTIVES], [])
+    """The same for the collectives among `spans`, which must be those of one RPC (or one step) on all ranks.
+
+    What one stage of a pipeline receives is waited for until another one begins to send it.
+    """
+    inside = list(spans)
+    waits = _waits(run, [s for s in inside if s.name in COLLECTIVES], [])
+    if any(s.name == "dist.recv" for s in inside):
+        sent = _senders(run)
+        waits.update({s.span_id: sent[s.span_id] for s in inside if s.span_id in sent})
+    return waits
+
+
+def _senders(run: Run) -> dict[str, Span]:
+    """Span id of each dist.recv -> the dist.send that it got its data from: the n-th of one is the n-th of the other."""
+    queued: dict[tuple[object, ...], list[Span]] = {}
+    for send in sorted(run.all("dist.send"), key=lambda s: s.start_ns):
+        # Sampled tokens go to all other stages at once.
+        queued.setdefault((send.rank, send.get("dst"), send.get("what")), []).append(send)
+    found: dict[str, Span] = {}
+    turns: dict[tuple[object, ...], int] = {}
+    for recv in sorted(run.all("dist.recv"), key=lambda s: s.start_ns):
+        for receiver in (recv.rank, None):
+            sends = queued.get((recv.get("src"), receiver, recv.get("what")))
+            if sends:
+                key = (recv.rank, recv.get("src"), recv.get("what"))
+                turn = turns[key] = turns.get(key, -1) + 1
+                if turn < len(sends) and sends[turn].start_ns <= recv.end_ns:
+                    found[recv.span_id] = sends[turn]
+                break
+    return found
 
 
 def _waits(run: Run, spans: list[Span], handshakes: list[Span]) -> dict[str, Span]:

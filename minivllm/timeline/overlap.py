@@ -41,7 +41,7 @@ def build(run: Run) -> View:
     spans = [span for p in batches.spans for step in shown for span in batches.spans[p].get(step, ())]
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     ahead = "one step ahead" if applies(run) else "in turn"
-    view.title = f"Steps {shown[0]} to {shown[-1]} of {batches.steps[-1]}: scheduling and execution, {ahead}"
+    view.title = f"{batches.title(shown)}: scheduling and execution, {ahead}"
     view.rows.append(run.heading(steps[0].process))
     for name in _ENGINE_WORK:
         inside = [s for s in run.all(name, steps[0].process) if start <= s.start_ns <= end]

@@ -32,10 +32,7 @@ def build(run: Run) -> View:
         return view
     steps = batches.shown(run)
     processes = batches.first_of_stage(run)
-    view.title = (
-        f"Steps {steps[0]} to {steps[-1]} of {batches.steps[-1]} through {batches.num_stages} pipeline stages; "
-        "waiting is a bubble"
-    )
+    view.title = f"{batches.title(steps)} through {batches.num_stages} pipeline stages; waiting is a bubble"
     for process in processes:
         view.rows += _stage_rows(run, batches, process, steps)
     view.fit()

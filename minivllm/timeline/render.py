@@ -6,6 +6,7 @@ Articles: –
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from rich.cells import cell_len, set_cell_size
@@ -26,6 +27,7 @@ _MIN_BARS = 12
 # A duration or a process id is never cut: "2 min 05 s", "pid 1234567".
 _WHOLE_NOTE = 11
 _KEPT_TAIL = 4
+_ROOM = re.compile(r"^[a-z_]+\.(?=[a-z])")
 
 
 class Timeline:
@@ -75,7 +77,7 @@ class Timeline:
             find = idle_stretches if view.shorten == "idle" else steady_stretches
             cuts = find(_busy(view.rows), view.start_ns, view.end_ns)
         scale = TimeScale(view.start_ns, view.end_ns, bars, view.zero_ns, cuts)
-        unit_ns, unit = words.unit_for(view.end_ns - view.zero_ns if view.zero_ns < view.end_ns else 1)
+        unit_ns, unit = words.unit_for(max(view.end_ns - view.zero_ns, view.zero_ns - view.start_ns, 1))
         ticks = scale.ticks(unit_ns)
         faint = Style(color=theme.FAINT)
         yield _axis_labels(ticks, bars, label_width, glyphs.spell(unit), faint)
@@ -113,11 +115,15 @@ class Timeline:
             (glyphs.legend, Style(color=theme.color(a.slot)), a.name) for a in view.actors()
         ]
         if Kind.WAIT in kinds:
-            entries.append((glyphs.wait * 2, None, "waiting"))
-        if Kind.ERROR in kinds:
-            entries.append((glyphs.error * 2, Style(color=theme.ERROR), "error"))
-        if Kind.UNFINISHED in kinds:
-            entries.append((glyphs.error * 2, Style(color=theme.ERROR), "never finished"))
+            entries.append((glyphs.wait * 2, None, view.waiting))
+        # One look for both: an end that never came is told by the row's note and its mark.
+        bad = [
+            word
+            for kind, word in ((Kind.ERROR, "error"), (Kind.UNFINISHED, "never finished"))
+            if kind in kinds
+        ]
+        if bad:
+            entries.append((glyphs.error * 2, Style(color=theme.ERROR), " or ".join(bad)))
         meaning = {"start": "started", "ready": "READY", "died": "died", "ended": "process gone"}
         entries += [(glyphs.marks[s], None, meaning[s]) for s in meaning if s in symbols]
         # Laid out here, because Rich would break the line between a symbol and its word.
@@ -153,6 +159,9 @@ def _note_style(row: Row) -> Style:
 def _label(row: Row, width: int, glyphs: Glyphs) -> Text:
     style = Style(color=theme.color(row.actor.slot), bold=True) if row.heading else Style()
     text = glyphs.spell(row.label)
+    if cell_len(text) > width and not row.heading:
+        # The room that a step belongs to can be guessed from the process; its own name cannot.
+        text = _ROOM.sub("", text)
     head, _, tail = text.rpartition(" ")
     if cell_len(text) > width and tail[-1:].isdigit() and len(tail) <= _KEPT_TAIL < width // 2:
         # What tells a row from its neighbours is at the end: a rank, or how many spans share the row.

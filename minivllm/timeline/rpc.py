@@ -160,7 +160,7 @@ def _explain(
                 f"rank {max(executions, key=lambda s: s.end_ns).rank}"
             )
         sentences.append(text)
-    sentences += _replies(executions, messages)
+    sentences += _replies(run, executions, messages)
     sentences += _waited(run, call, results)
     if call.is_error:
         sentences.append(
@@ -169,7 +169,7 @@ def _explain(
     return sentences
 
 
-def _replies(executions: list[Span], messages: Messages) -> list[str]:
+def _replies(run: Run, executions: list[Span], messages: Messages) -> list[str]:
     ran = {s.rank for s in executions if s.rank is not None}
     # Each rank's first message back after its execution has begun is its reply.
     replied = {s.rank for s in messages.sender.values() if s.process.role == "worker" and s.rank in ran}
@@ -178,7 +178,13 @@ def _replies(executions: list[Span], messages: Messages) -> list[str]:
     text = f"{words.ranks([r for r in replied if r is not None])} replied"
     silent = sorted(ran - replied)
     if silent:
-        text += f"; {words.ranks(silent)} computed the same and sent nothing"
+        stages = {e.rank: _stage(run, e.process) for e in executions}
+        spoken = {stages.get(rank) for rank in replied}
+        twins = [rank for rank in silent if stages.get(rank) in spoken]
+        others = [rank for rank in silent if rank not in twins]
+        parts = [f"{words.ranks(twins)} computed the same"] if twins else []
+        parts += [f"{words.ranks(others)} computed another stage"] if others else []
+        text += f"; {words.listing(parts)}" + ("; they" if len(parts) > 1 else " and") + " sent nothing back"
     return [text]
 
 
@@ -199,3 +205,8 @@ def _waited(run: Run, call: Span, results: list[Span]) -> list[str]:
         )
         return [text]
     return []
+
+
+def _stage(run: Run, process: Process) -> str:
+    """The pipeline stage of a worker, which is in its name where there are several."""
+    return next((part for part in run.actor(process).name.split("_") if part.startswith("PP")), "")

@@ -50,7 +50,7 @@ def _worker_rows(run: Run, process: Process) -> list[Row]:
     heading = run.heading(process)
     life, main = _life(run, process), run.first("worker.main", process)
     if life is not None:
-        heading.note = str(life.get("ended") or heading.note)
+        heading.note = words.fate(str(life.get("ended") or "")) or heading.note
         heading.marks.append(Mark(run.at(life.end_ns), "ended", "the parent saw it end"))
         if main is not None and not main.unfinished and rows:
             leaving = Segment(run.at(main.end_ns), max(run.at(life.end_ns), run.at(main.end_ns)))
@@ -71,12 +71,13 @@ def _explain(run: Run) -> list[str]:
         sentences.append(
             f"{name} had shut its executor down after {words.duration(shutdown.end_ns - shutdown.start_ns)}"
         )
-    ends = sorted(
-        (s.end_ns - s.start_ns, s.rank or 0) for p in run.workers for s in run.all("worker.shutdown", p)[:1]
-    )
-    if len(ends) > 1:
+    closings = [s for p in run.workers for s in run.all("worker.shutdown", p)[:1]]
+    if len(closings) > 1:
+        took = sorted(s.end_ns - s.start_ns for s in closings)
+        together = max(s.start_ns for s in closings) < min(s.end_ns for s in closings)
         sentences.append(
-            f"the workers closed down side by side, in {words.duration(ends[0][0])} to {words.duration(ends[-1][0])}"
+            f"the workers closed down {'side by side' if together else 'one after another'}, in "
+            f"{words.duration(took[0])} to {words.duration(took[-1])}"
         )
     exits = [
         (life.end_ns - main.end_ns, process.rank or 0)
@@ -97,8 +98,15 @@ def _explain(run: Run) -> list[str]:
         )
     elif _LEVELS[2] in used:
         sentences.append(
-            "some worker had to be killed: it answered neither to the closed death pipe nor to SIGTERM"
+            f"{_asked(run, _LEVELS[2])} had to be killed: neither the closed death pipe nor SIGTERM was answered"
         )
     elif _LEVELS[1] in used:
-        sentences.append("some worker did not leave by itself in time and got SIGTERM")
+        sentences.append(
+            f"{_asked(run, _LEVELS[1])} did not leave in time when the death pipes were closed, and got SIGTERM"
+        )
     return sentences
+
+
+def _asked(run: Run, level: str) -> str:
+    """The ranks that a level of ending was needed for."""
+    return words.ranks(sorted({int(rank) for span in run.all(level) for rank in span.get("ranks", ())}))

@@ -80,6 +80,18 @@ def listing(items: Sequence[str]) -> str:
     return ", ".join(items[:-1]) + " and " + items[-1]
 
 
+def fate(ended: str) -> str:
+    """How a process ended, short enough for the right edge: `exit code 0`, `killed: SIGKILL`, `ended: SIGTERM`."""
+    for long, short in (
+        ("exited with code ", "exit code "),
+        ("was killed by ", "killed: "),
+        ("ended after ", "ended: "),
+    ):
+        if ended.startswith(long):
+            return short + ended.removeprefix(long).partition(" (")[0]
+    return ended
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """`rank 0`, `ranks 0 and 1`, `ranks 0, 1 and 2`; eight or more in a row become `ranks 0 to 7`."""
     ordered = sorted(numbers)

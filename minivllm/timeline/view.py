@@ -100,6 +100,7 @@ class View:
         zero_ns: the point the axis calls 0; views of one step count from the step's own start.
         explanation: sentences that are true for this run, computed from its spans.
         missing: what the trace does not hold, and how to record it.
+        waiting: what the legend says about segments of waiting.
         shorten: long stretches may be cut short in which no row has anything ("idle"), or in which nothing begins
             or ends ("steady"); "" keeps the axis linear.
     """
@@ -112,6 +113,7 @@ class View:
     rows: list[Row] = field(default_factory=list)
     explanation: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    waiting: str = "waiting"
     shorten: str = ""
 
     def fit(self) -> View:
