@@ -195,6 +195,8 @@ def duration(us: float) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     lines = [
+        "# What a message costs",
+        "",
         "Median round trip: one message to all readers, one small answer from each.",
         "",
         f"{report['machine']}. Written by `tests/benchmarks/bench_mq.py`.",

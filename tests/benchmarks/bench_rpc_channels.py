@@ -233,7 +233,7 @@ def measure(channel: str, n: int) -> dict[str, float]:
     found = {}
     for name, call in calls.items():
         times = []
-        count = 1000 if name in ("all", "one") else 300
+        count = 1000 if name in ("all", "one") else 100
         for _ in range(count + count // 10):
             started = time.perf_counter()
             call()
@@ -363,7 +363,7 @@ def main() -> None:
                     table[name][channel] = min(p50, table[name].get(channel, p50))
         for name, row in table.items():
             figures = ", ".join(f"{channel} {duration(value)}" for channel, value in row.items())
-            print(f"{n} workers, {CALLS[name]}: {figures}", flush=True)
+            print(f"{n} worker{'s' if n != '1' else ''}, {CALLS[name]}: {figures}", flush=True)
     report = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, "
         f"Python {platform.python_version()}",
