@@ -201,12 +201,14 @@ def test_a_killed_stage_is_named(tp: int, failpoint: str, rank: int) -> None:
 @pytest.mark.parametrize(
     ("point", "rank"), [("model.forward@rank0#20", 0), ("runner.sample_tokens@rank1#20", 1)]
 )
-@scenario(limit_s=60, env={"MINIVLLM_ENABLE_MULTIPROCESSING": "0"})
-def test_an_exception_on_a_stage_reaches_the_caller(point: str, rank: int) -> None:
+@pytest.mark.usefixtures("warm_workers")
+def test_an_exception_on_a_stage_reaches_the_caller(
+    point: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the other stage, which may be waiting for the one that failed, does not stay in its call."""
     from minivllm.exceptions import EngineDeadError
 
-    os.environ["MINIVLLM_FAILPOINTS"] = f"{point}=raise"
+    monkeypatch.setenv("MINIVLLM_FAILPOINTS", f"{point}=raise")
     with start(pipeline_parallel_size=2) as llm:
         with raises(EngineDeadError, f"rank {rank}", f"failpoint {point}", within_s=1.5) as caught:
             llm.generate(PROMPTS, LONG, use_tqdm=False)

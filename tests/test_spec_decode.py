@@ -208,19 +208,28 @@ def test_repetition_is_found_and_saves_steps(tmp_path: Path) -> None:
     assert sum(s.attributes["minivllm.proposed"] for s in proposals) >= verified
 
 
+FULL: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 33, "max_num_seqs": 3}
+TO_THE_END = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, prompt_logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def plain_to_the_end() -> list[RequestOutput]:
+    with engine(**FULL) as llm:
+        return llm.generate(PROMPTS[:3], TO_THE_END)
+
+
 @pytest.mark.parametrize(
     "config",
     [NGRAM | {"num_speculative_tokens": 9}, SAME | {"num_speculative_tokens": 9}],
     ids=["ngram", "draft"],
 )
-def test_up_to_the_models_length_and_with_no_block_to_spare(config: dict[str, Any]) -> None:
+def test_up_to_the_models_length_and_with_no_block_to_spare(
+    config: dict[str, Any], plain_to_the_end: list[RequestOutput]
+) -> None:
     """Drafts that would reach beyond the last position, with block tables that are full; prompt log-probabilities."""
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, prompt_logprobs=1)
-    kwargs: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 33, "max_num_seqs": 3}
-    with engine(**kwargs) as llm:
-        expected = llm.generate(PROMPTS[:3], params)
-    with engine(**kwargs, speculative_config=config) as llm:
-        outputs = llm.generate(PROMPTS[:3], params)
+    expected = plain_to_the_end
+    with engine(**FULL, speculative_config=config) as llm:
+        outputs = llm.generate(PROMPTS[:3], TO_THE_END)
         assert stats(llm).num_accepted_tokens > 0
     assert_same(outputs, expected)
     for output, other in zip(outputs, expected, strict=True):
