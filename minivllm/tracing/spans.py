@@ -146,7 +146,17 @@ class Span(msgspec.Struct, gc=False, eq=False):
         if _open.pop(self.span_id, None) is None:
             return
         self.end_ns = monotonic_ns()
-        _keep(self)
+        if _spool is not None:
+            _spool.keep(self)
+            # Only now: between the two the reader sees it twice, and never not at all.
+            if slot := self.slot:
+                self.slot = 0
+                _table_memory[slot : slot + 2] = FREE
+                _table_free.append(slot)
+        if _sinks:
+            _append(self)
+            if recorder.idle:
+                recorder.wake()
 
     def __enter__(self) -> Span:
         thread = self.thread
@@ -318,20 +328,6 @@ def _make_hot(entry: SpanSpec, site: Site) -> None:
     if _spool is not None:
         _spool.place(entry.index, site)
     _hot[entry.name] = entry
-
-
-def _keep(item: Span) -> None:
-    """Put a span that has ended where it survives this process, then forget that it was open."""
-    if _spool is not None:
-        _spool.keep(item)
-        if item.slot:
-            slot, item.slot = item.slot, 0
-            _table_memory[slot : slot + 2] = FREE
-            _table_free.append(slot)
-    if _sinks:
-        _append(item)
-        if recorder.idle:
-            recorder.wake()
 
 
 def _step(entry: SpanSpec, thread: ThreadState, attributes: dict[str, Any], kind: str) -> Span:

@@ -143,29 +143,37 @@ class Spool:
 
     def keep(self, item: Span) -> None:
         """Write a span that has ended."""
-        if item.site is None and item.events is None and not item.status and item.kind == item.spec.kind:
-            thread = item.thread
-            try:
-                self.append(
-                    _encode(
-                        (
-                            _HOT,
-                            item.spec.index,
-                            item.span_id,
-                            item.parent_id,
-                            item.trace_id,
-                            item.start_ns,
-                            item.end_ns,
-                            thread.native_id,
-                            thread.name,
-                            item.attributes,
-                            item.links,
-                        )
-                    )
+        entry, thread = item.spec, item.thread
+        if item.site is not None or item.events is not None or item.status or item.kind != entry.kind:
+            self._keep_as_text(item)
+            return
+        try:
+            record = _encode(
+                (
+                    _HOT,
+                    entry.index,
+                    item.span_id,
+                    item.parent_id,
+                    item.trace_id,
+                    item.start_ns,
+                    item.end_ns,
+                    thread.native_id,
+                    thread.name,
+                    item.attributes,
+                    item.links,
                 )
-                return
-            except Exception:
-                pass  # an attribute that MessagePack cannot say
+            )
+        except Exception:  # an attribute that MessagePack cannot say
+            self._keep_as_text(item)
+            return
+        # The body of append(), once more: a call less.
+        record = _frame(len(record), crc32(record)) + record
+        try:
+            self.write(record)
+        except ValueError:
+            self._append_to_next_unit(record)
+
+    def _keep_as_text(self, item: Span) -> None:
         try:
             self.append(_encode(_Text(encode.span(item))))
         except Exception:
