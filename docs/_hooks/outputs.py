@@ -193,7 +193,7 @@ def normalised(output: Output) -> list[str]:
     plain = list(output.plain)
     for span in output.measured:
         plain[span.start : span.end] = "\0" * (span.end - span.start)
-    words = re.sub(r"\0[\s\0]*", " … ", "".join(plain))
+    words = " ".join(re.sub(r"\0[\s\0]*", " … ", "".join(plain)).split())
     for pattern, name in _DIFFERS:
         words = re.sub(pattern, name, words)
     return words.split()
