@@ -27,6 +27,8 @@ from minivllm.trace_export.lanes import lanes_of
 from minivllm.trace_export.page import encode_page
 from minivllm.trace_export.perfetto import encode_perfetto
 from minivllm.trace_store import TraceStore
+from minivllm.tracing.catalogue import SPANS
+from minivllm.tracing.spec import LIFECYCLE, MESSAGE, RPC
 
 LIMIT_S = 60.0
 KILLED = "rpc.execute@rank1#6=kill"
@@ -63,6 +65,21 @@ def page_data(page: bytes) -> dict[str, Any]:
 
 
 # --- the same spans everywhere
+
+
+def test_the_run_of_two_stages_has_spans_of_every_level_from_every_process() -> None:
+    """What the comparison below compares is a whole run."""
+    store = TraceStore.open(recorded(pp=2))
+    levels: dict[tuple[str, int | None], set[int]] = {}
+    for span in store.spans():
+        levels.setdefault((span.process.role, span.rank), set()).add(SPANS[span.name].level)
+    workers = {rank: found for (role, rank), found in levels.items() if role == "worker"}
+    assert workers == {rank: {LIFECYCLE, RPC, MESSAGE} for rank in range(4)}
+    assert levels["engine_core", None] >= {LIFECYCLE, RPC, MESSAGE}
+    ids = [span.span_id for span in store.spans()]
+    assert len(ids) == len(set(ids))
+    files = "".join(path.read_text(encoding="utf-8") for path in recorded(pp=2).glob("*.jsonl"))
+    assert set(ids) <= set(re.findall(r"[0-9a-f]{16}", files))
 
 
 def test_every_format_has_the_same_spans(store: TraceStore) -> None:

@@ -91,6 +91,13 @@ def _explain(run: Run, step: Span, executions: list[Span]) -> list[str]:
             parts.append(f"{what} {words.duration(took)} ({took / total:.0%})")
     if parts:
         sentences.append(f"of {words.duration(total)}, EngineCore spent on {words.listing(parts)}")
+    numbers = {s.get("seq") for s in inside if s.name == "rpc.call"}
+    later = [s for s in run.all("future.result") if s.get("seq") in numbers and s.start_ns > step.end_ns]
+    if later:
+        sentences.append(
+            "it did not wait for them: a later step asked for the results, "
+            f"{words.duration(min(s.start_ns for s in later) - step.end_ns)} after this one had ended"
+        )
     forwards = sorted((s for s in inside if s.name == "model.forward"), key=lambda s: s.end_ns - s.start_ns)
     if forwards:
         text = f"model.forward took {words.duration(forwards[-1].end_ns - forwards[-1].start_ns)} on rank {forwards[-1].rank or 0}"
