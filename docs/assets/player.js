@@ -22,7 +22,7 @@
   };
   const INTERVALS_MS = { "1×": 900, "4×": 225, "16×": 56 };
   const MARKS = {
-    "not started": "·", starting: "▹", working: "▶", waiting: "…", idle: "○", ending: "▽", ended: "□", dead: "✖",
+    "not started": "·", starting: "▹", working: "▶", waiting: "‖", idle: "○", ending: "▽", ended: "□", dead: "✖",
   };
   const SLOTS = { ".": "never written", o: "read by all", w: "being written", W: "written, unread", r: "read by some" };
 

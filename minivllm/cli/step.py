@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         check_terminal()
     elif args.at is not None and (args.start is not None or args.count is not None):
         raise ConfigError("--at prints the picture of one step; --from and --count print a sequence of them")
-    from minivllm.stepper.positions import find_position, names_a_span
+    from minivllm.stepper.positions import find_position, names_a_span, remark
     from minivllm.stepper.screen import Screen
     from minivllm.stepper.steps import Walk
     from minivllm.tracing.catalogue import SPANS
@@ -90,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
     screen = Screen(walk, sys.stdout.encoding)
     where = args.start or args.at
     index = find_position(walk, where) if where else 0
-    if args.start is not None and names_a_span(args.start) and not walk.is_shown(walk[index]):
+    if where and args.print and (said := remark(walk, where)):
+        print(said, file=sys.stderr)
+    by_name = args.start is not None and (names_a_span(args.start) or args.start == "failure")
+    if by_name and not walk.is_shown(walk[index]):
         name = walk[index].span.name
         level = LEVEL_NAMES[SPANS[name].level]
         raise ConfigError(

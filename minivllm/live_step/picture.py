@@ -54,7 +54,7 @@ def picture(
     left = _processes(server, marked, encoding, layout.left_columns, layout.body_rows)
     right = source_panel(at.place, layout.right_columns, layout.body_rows) if at is not None else []
     lines = fit(
-        layout.put_together(_headline(server, marked), left, right, below),
+        layout.put_together(_headline(server, marked), left, right, below, encoding),
         columns,
         rows - (1 if keys else 0),
         encoding,

@@ -12,44 +12,18 @@ from rich.console import Console
 from rich.text import Text
 
 from minivllm.exceptions import ConfigError
-from minivllm.stepper import panels
-from minivllm.stepper.positions import find_position
+from minivllm.stepper.help import help_lines
+from minivllm.stepper.positions import find_position, hidden_remark, remark
 from minivllm.stepper.screen import Screen
+from minivllm.stepper.search import StepWords
+from minivllm.stepper.steps import Step
 from minivllm.stepper.terminal import RESIZED, Terminal
+from minivllm.timeline import text as words
 from minivllm.trace_store import Process
 from minivllm.tracing.spec import LEVEL_NAMES, LIFECYCLE, MESSAGE
 
 # Replaying so many steps takes long enough to wonder.
 _WORTH_SAYING = 20_000
-
-HELP = """\
-n, right, space   next step              p, left    previous step
-page down, up     ten steps on, back     g, G       first, last step
-r, R              next, previous step of this (the marked) process
-0 … 9             next step of the worker with this rank
-e, c              next step of EngineCore, of the client
-o                 over: from the begin of a span to its end, and back
-u                 up: to the begin of the span around this one
-f, F              next, previous failure or failpoint
-/                 search names, processes, attributes, errors
-                  (an empty text repeats the last search)
-t                 go to a time (1.5s, +20ms), number or name (rpc.call#7)
-l                 all steps, only rpc and lifecycle, only lifecycle
-enter             everything about this step: attributes, traceback, queues
-q                 quit
-
-Why is a rank late? f goes to what went wrong or was held up. When nothing
-was, look for a process that waits: it says for whom, and what that one does.
-
-One step is one recorded event: a span begins, ends or notes something.
-The picture shows the state right after it. "It will take" looks ahead:
-the trace knows how long each span was going to last.
-
-Rings have one letter per slot: . never written, w being written,
-W written and unread, r read by some, o read by all.
-Flags such as 1 01: the written flag, then one for each reader.
-Processes: {marks}
-"""
 
 
 class App:
@@ -67,6 +41,7 @@ class App:
         self.index = index
         self._message = ""
         self._searched = ""
+        self._step_words = StepWords(screen, self._tell_progress)
         self._done = False
         walk = self.walk
         self._keys: dict[str, Callable[[], None]] = {
@@ -85,6 +60,7 @@ class App:
             "e": lambda: self._go_to_role("engine_core"),
             "c": lambda: self._go_to_role("client"),
             "/": self._search,
+            "\\": lambda: self._search(False),
             "t": self._jump,
             "l": self._change_level,
             "enter": self._show_everything,
@@ -117,13 +93,9 @@ class App:
         if key in self._keys:
             self._keys[key]()
         elif key.isdigit():
-            rank = int(key)
-            self._go(
-                self.walk.find(self.index, lambda step: step.span.process.rank == rank),
-                f"no later step of rank {rank}",
-            )
-        elif key.isprintable() and len(key) == 1:
-            self._message = f"{key} does nothing; ? lists the keys"
+            self._go_to_rank(int(key))
+        else:
+            self._message = f"{_name_of(key)} does nothing; ? lists the keys"
 
     # --- moving
 
@@ -132,6 +104,12 @@ class App:
             self._message = otherwise
         else:
             self.index = index
+            self._message = self._hidden
+
+    @property
+    def _hidden(self) -> str:
+        said = hidden_remark(self.walk, self.index)
+        return f"{said}; l shows more levels" if said else ""
 
     def _move(self, by: int) -> None:
         for _ in range(abs(by)):
@@ -145,19 +123,50 @@ class App:
         found = self.walk.find(self.index, lambda step: step.span.process.role == role)
         self._go(found, f"no later step of {role}")
 
-    def _search(self) -> None:
-        text = self._ask("search: ")
+    def _go_to_rank(self, rank: int) -> None:
+        known = [p.rank for p in self.walk.store.processes() if p.role == "worker" and p.rank is not None]
+        if rank in known:
+            found = self.walk.find(self.index, lambda step: step.span.process.rank == rank)
+            self._go(found, f"no later step of rank {rank}")
+        else:
+            have = words.ranks(known) if known else "no workers"
+            self._message = f"there is no rank {rank}; the run has {have}"
+
+    def _search(self, forward: bool = True) -> None:
+        text = self._ask("search: " if forward else "search backward: ")
         if text is None:
             return
-        self._searched = text or self._searched
-        if self._searched:
-            self._go(self.walk.search(self._searched, self.index), f"{self._searched!r} is in no later step")
+        self._searched = wanted = text or self._searched
+        if not wanted:
+            return
+
+        def said(step: Step) -> str:
+            return self._step_words.of(step.index)
+
+        found = self.walk.search(wanted, self.index, forward, said)
+        if found is not None:
+            self._go(found, "")
+            return
+        found = self.walk.search(wanted, -1 if forward else len(self.walk), forward, said)
+        if found is None:
+            self._message = f"{wanted!r} is in no step: no name, process, attribute, error or change of state"
+        elif found == self.index:
+            self._message = f"{wanted!r} is in no other step"
+        else:
+            self.index = found
+            self._message = (
+                "after the last step: from the first again"
+                if forward
+                else "before the first: from the last again"
+            )
 
     def _jump(self) -> None:
         text = self._ask("time (1.5s, +20ms), step number or name: ")
         if text:
             try:
-                self.index = find_position(self.walk, text, self.index)
+                before = self.index
+                self.index = find_position(self.walk, text, before)
+                self._message = remark(self.walk, text, before) or self._hidden
             except ConfigError as error:
                 self._message = str(error)
 
@@ -181,6 +190,10 @@ class App:
         if length > _WORTH_SAYING:
             self.terminal.write_at(rows, self.screen.spell(Text(f"replaying {length:,} steps …")).plain)
         self.terminal.draw(self._encode(self.screen.picture(self.index, columns, rows, message), columns))
+
+    def _tell_progress(self, index: int) -> None:
+        text = self.screen.spell(Text(f"searching step {index + 1:,} …"))
+        self.terminal.write_at(self.terminal.size[1], text.plain)
 
     def _encode(self, lines: list[Text], columns: int) -> list[str]:
         self.console.width = columns
@@ -236,17 +249,19 @@ class App:
                 return
 
     def _help(self) -> None:
-        from minivllm.stepper.screen import wrap
-
-        text = HELP.format(marks=panels.legend(self.screen.glyphs))
         self._page(
-            lambda columns: [
-                self.screen.spell(part) for line in text.splitlines() for part in wrap(Text(line), columns)
-            ]
+            lambda columns: [self.screen.spell(line) for line in help_lines(columns, self.screen.glyphs)]
         )
 
     def _show_everything(self) -> None:
         self._page(lambda columns: self.screen.everything(self.index, columns))
+
+
+def _name_of(key: str) -> str:
+    """A key as its label says it; keys that send a sequence of their own have no name here."""
+    if len(key) == 1 and not key.isprintable():
+        return {"\t": "Tab"}.get(key, f"Ctrl-{chr(ord(key) + 64)}" if ord(key) < 27 else "this key")
+    return "this key" if key.startswith("\x1b") else key
 
 
 def make_console() -> Console:

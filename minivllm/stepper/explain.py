@@ -12,6 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from minivllm.stepper.history import History
+from minivllm.stepper.holds import Holds, action_text
 from minivllm.stepper.steps import Kind, Step, Walk
 from minivllm.stepper.words import Words
 from minivllm.timeline import text as words
@@ -33,6 +34,7 @@ class Explainer:
         self._walk = walk
         self._history = history
         self._words = names
+        self._holds = Holds(walk, history, names)
         self._last: tuple[int, dict[str, str]] | None = None
 
     def changes(self, index: int) -> list[tuple[str, str, str]]:
@@ -45,24 +47,33 @@ class Explainer:
         self._last = (index, after)
         return self._words.changes(before, after)
 
-    def lines(self, index: int, full: bool = False) -> list[Text]:
-        """Lines to be wrapped. full: with tracebacks and every attribute."""
+    def lines(self, index: int, full: bool = False, place: Text | None = None) -> list[Text]:
+        """Lines to be wrapped, what answers questions first.
+
+        Args:
+            full: with tracebacks and every attribute.
+            place: where the step was emitted, if that is not to be seen elsewhere.
+        """
         step = self._walk[index]
         spec = SPANS.get(step.span.name)
         lines = [self.event(step)]
-        if spec is not None:
-            lines.append(Text(spec.what))
         if step.ends and step.span.is_error:
             message = step.span.status_message or "failed"
             lines.append(Text(message if full else message.splitlines()[0], _ERROR))
-        if step.note is not None and step.note.name == "failpoint":
-            action = step.note.attributes.get("minivllm.action", "")
-            lines.append(Text(f"MINIVLLM_FAILPOINTS breaks the run here: {action}", _ERROR))
-        status = self._words.status(self._history.at(index), step.span.process)
+        failpoint = self.failpoint(step)
+        if failpoint:
+            lines.append(Text(failpoint[0], _ERROR))
+            lines += [Text(line, "bold") for line in failpoint[1:]]
+        state = self._history.at(index)
+        status = self._words.status(state, step.span.process)
         if status.detail:
-            lines.append(
-                Text(f"{self._words.name(step.span.process)} {status.note}; {status.detail}", "bold")
-            )
+            whom = status.note or status.text
+            chain = self._words.chain(state, step.span.process)
+            lines.append(Text(f"{self._words.name(step.span.process)} {whom}; {chain}", "bold"))
+        if spec is not None:
+            lines.append(Text(spec.what))
+        if place is not None:
+            lines.append(place)
         for what, before, after in self.changes(index):
             lines.append(Text.assemble((f"{what}: ", "bold"), f"{before} → {after}"))
         if spec is not None:
@@ -81,12 +92,19 @@ class Explainer:
             lines += _exception_lines(step.span)
         return lines
 
+    def failpoint(self, step: Step) -> list[str]:
+        """What breaks the run in this step, and what it holds up; empty for all other steps."""
+        if step.note is None or step.note.name != "failpoint":
+            return []
+        action = action_text(str(step.note.attributes.get("minivllm.action", "")))
+        return [f"MINIVLLM_FAILPOINTS breaks the run here: {action}", *self._holds.lines(step)]
+
     def event(self, step: Step) -> Text:
         """What happens, in one sentence."""
         span = step.span
         name = self._words.name(span.process)
         text = Text.assemble(
-            (step_label(span), "bold"), " ", _verb(step), " on ", (name, theme_color(self._walk, span))
+            (step_label(span), "bold"), " ", verb(step), " on ", (name, theme_color(self._walk, span))
         )
         thread = span.attributes.get("thread.name", "MainThread")
         if thread != "MainThread":
@@ -108,12 +126,15 @@ def headline(walk: Walk, names: Words, index: int, columns: int) -> Text:
     at = walk.run.at(step.time_ns)
     left = f"step {index + 1:,} of {len(walk):,}"
     gap = step.time_ns - walk[index - 1].time_ns if index else 0
+    name = names.name(step.span.process)
+    later = f"  {words.duration(gap)} later" if index else ""
+    fixed = len(left) + len(f"   {at / 1e9:.6f} s   {name} {step.span.name}")
     text = Text.assemble(
         (left, "bold"),
         f"   {at / 1e9:.6f} s",
-        (f"  {words.duration(gap)} later" if index else "", _FAINT),
+        (later if fixed + len(later) <= columns else "", _FAINT),
         "   ",
-        (names.name(step.span.process), theme_color(walk, step.span) + " bold"),
+        (name, theme_color(walk, step.span) + " bold"),
         f" {step.span.name}",
     )
     share = index / max(1, len(walk) - 1)
@@ -130,7 +151,8 @@ def theme_color(walk: Walk, span: Span) -> str:
     return theme.color(walk.run.actor(span.process).slot)
 
 
-def _verb(step: Step) -> str:
+def verb(step: Step) -> str:
+    """What the span does in this step: `begins`, `meets a failpoint`, `fails` …"""
     if step.kind is Kind.BEGIN:
         return "begins"
     if step.kind is Kind.WRITTEN:
@@ -158,7 +180,9 @@ def attribute_text(step: Step, full: bool = False) -> str:
         if key == "thread.name" and (value == "MainThread" or not full):
             continue
         text = _value(key, value)
-        parts.append(f"{short(key)}={text if full or len(text) <= 60 else text[:57] + '…'}")
+        # The value says its unit.
+        name = short(key).removesuffix("_ns") if text != str(value) else short(key)
+        parts.append(f"{name}={text if full or len(text) <= 60 else text[:57] + '…'}")
     return ("\n" if full else "  ").join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The two upper panels of the picture: processes, pipes and queues; and the source line with its why.
+"""The upper panels of the picture: processes, pipes and queues; and the source line with its why.
 
 vLLM 0.25.1: no counterpart
 Articles: part 2 §2.5.1
@@ -27,7 +27,7 @@ MARKS = {
     "not started": ("·", "."),
     "starting": ("▹", ">"),
     "working": ("▶", ">"),
-    "waiting": ("…", "~"),
+    "waiting": ("‖", "~"),
     "idle": ("○", "o"),
     "ending": ("▽", "v"),
     "ended": ("□", "-"),
@@ -81,11 +81,11 @@ def _process_lines(
         first.append(text, _ERROR if is_dead else Style())
         return [first]
     if status.since_ns and status.kind not in ("not started", "ended", "dead"):
-        first.append(f"{words.duration(state.time_ns - status.since_ns)}", _FAINT)
+        first.append(f"for {words.duration(state.time_ns - status.since_ns)}", _FAINT)
     others = [
         f"thread {s.attributes.get('thread.name', '?')}: {s.name}" for s in state.other_threads(process)
     ]
-    what = Text("    " + "; ".join(filter(None, (text, status.note, status.detail, *others))))
+    what = screen.spell(Text("    " + "; ".join(filter(None, (text, status.note, status.detail, *others)))))
     what.stylize(_ERROR if is_dead else Style())
     lines = wrap(what, columns)
     if len(lines) > more_lines:
@@ -128,6 +128,18 @@ def slot_letter(slot: Slot) -> str:
 def right_panel(screen: Screen, index: int, columns: int, rows: int) -> list[Text]:
     """The source around the line that emitted a step, and below it why it is there."""
     return source_panel(place_of(screen.walk[index].span), columns, rows)
+
+
+def source_line(screen: Screen, index: int) -> Text:
+    """The same in one line: the place, and the code that stands there."""
+    place = place_of(screen.walk[index].span)
+    if not place.line:
+        return Text(f"{place.path}: {place.note}" if place.path else place.note, _FAINT)
+    note = f"  ({place.note})" if place.note else ""
+    text = Text.assemble(
+        (f"{place.path}:{place.line}  ", "bold"), (place.lines[place.line - 1].strip(), "italic")
+    )
+    return text.append(note, _FAINT)
 
 
 def source_panel(place: Place, columns: int, rows: int) -> list[Text]:

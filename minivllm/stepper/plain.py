@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from minivllm.stepper.explain import attribute_text
+from minivllm.stepper.explain import attribute_text, verb
 from minivllm.stepper.screen import Screen, wrap
 from minivllm.stepper.source import place_of
 from minivllm.stepper.steps import Kind
@@ -43,11 +43,7 @@ def _block(screen: Screen, index: int, columns: int) -> Iterator[Text]:
     walk, step = screen.walk, screen.walk[index]
     span = step.span
     actor = walk.run.actor(span.process)
-    what = {
-        Kind.BEGIN: "begins",
-        Kind.WRITTEN: "has written its message",
-        Kind.NOTE: f"notes {step.note.name}" if step.note is not None else "",
-    }.get(step.kind) or ("is cut off" if span.unfinished else "fails" if span.is_error else "ends")
+    what = verb(step)
     if step.ends:
         what += f" after {words.duration(span.duration_ns)}"
     head = Text.assemble(
@@ -69,8 +65,9 @@ def _block(screen: Screen, index: int, columns: int) -> Iterator[Text]:
         ]
         lines.append(Text(INDENT + "; ".join(filter(None, seen)), theme.FAINT))
     if step.failed:
-        said = step.note.attributes.get("minivllm.action", "") if step.note is not None else ""
-        lines.append(Text(f"{INDENT}{said or span.status_message.splitlines()[0]}", theme.ERROR))
+        failpoint = screen.explainer.failpoint(step)
+        said = failpoint or [(span.status_message or "failed").splitlines()[0]]
+        lines += [Text(INDENT + line, theme.ERROR) for line in said]
     attributes = attribute_text(step)
     if attributes and step.ends:
         lines.append(Text(INDENT + attributes, theme.FAINT))

@@ -99,7 +99,7 @@ def _said(explainer: Explainer, step: Step, texts: _Table) -> dict[str, Any]:
     error = ""
     if step.failed:
         error = (
-            f"MINIVLLM_FAILPOINTS breaks the run here: {step.note.attributes.get('minivllm.action', '')}"
+            "; ".join(explainer.failpoint(step))
             if step.note is not None
             else (step.span.status_message or "failed").splitlines()[0]
         )

@@ -1,4 +1,4 @@
-"""One picture of one step: processes and queues on the left, the source on the right, the explanation below.
+"""One picture of one step: processes and queues, the source beside them if there is room, the explanation below.
 
 vLLM 0.25.1: no counterpart
 Articles: –
@@ -16,14 +16,19 @@ from rich.text import Text
 
 from minivllm.stepper.explain import Explainer, headline
 from minivllm.stepper.history import History
-from minivllm.stepper.panels import left_panel, right_panel
+from minivllm.stepper.panels import left_panel, right_panel, source_line
 from minivllm.stepper.steps import Walk
 from minivllm.stepper.words import Words
 from minivllm.timeline import theme
 
 MIN_COLUMNS, MIN_ROWS = 50, 14
-KEYS = "n next  p back  r this process  f failure  o over  u up  / search  t time  Enter all  ? help  q quit"
-KEYS_SHORT = "n next  p back  r process  f failure  / search  t time  ? help  q quit"
+# From this width on the source stands beside the state; below it the state needs the whole width.
+_SIDE_BY_SIDE = 88
+# As many as fit, the most needed first.
+_KEYS = (
+    *("? help", "q quit", "n next", "p back", "f failure", "o over", "u up", "Enter all", "r this process"),
+    *("/ search", "t time", "l level"),
+)
 
 
 class Screen:
@@ -54,16 +59,17 @@ class Screen:
         if columns < MIN_COLUMNS or rows < MIN_ROWS:
             lines = [Text(f"{columns}x{rows} is too small: {MIN_COLUMNS}x{MIN_ROWS} at least")]
             return self._fit(lines, columns, rows)
-        below: list[Text] = []
-        for line in self.explainer.lines(index):
-            below += wrap(line, columns)
-        layout = Layout(columns, rows - (1 if keys else 0), len(below))
+        side_by_side = columns >= _SIDE_BY_SIDE
+        explanation = self.explainer.lines(index, place=None if side_by_side else source_line(self, index))
+        below = [part for line in explanation for part in wrap(self.spell(line), columns)]
+        layout = Layout(columns, rows - (1 if keys else 0), len(below), side_by_side)
         left = left_panel(self, self.history.at(index), index, layout.left_columns, layout.body_rows)
-        right = right_panel(self, index, layout.right_columns, layout.body_rows)
-        lines = layout.put_together(headline(self.walk, self.words, index, columns), left, right, below)
+        right = right_panel(self, index, layout.right_columns, layout.body_rows) if side_by_side else []
+        head = headline(self.walk, self.words, index, columns)
+        lines = layout.put_together(head, left, right, below, self.encoding)
         lines = self._fit(lines, columns, rows - (1 if keys else 0))
         if keys:
-            text = message or (KEYS if len(KEYS) <= columns else KEYS_SHORT)
+            text = message or _keys(columns)
             lines += self._fit(
                 [Text(text, Style(reverse=True) if message else Style(color=theme.FAINT))], columns, 1
             )
@@ -95,11 +101,13 @@ class Layout:
 
     Attributes:
         below_wanted: how many lines the explanation has.
+        side_by_side: two panels; otherwise the left one has the whole width.
     """
 
     columns: int
     rows: int
     below_wanted: int
+    side_by_side: bool = True
 
     @property
     def below_rows(self) -> int:
@@ -111,28 +119,50 @@ class Layout:
 
     @property
     def left_columns(self) -> int:
-        return max(26, min(self.columns * 9 // 20, 64))
+        return max(26, min(self.columns // 2, 64)) if self.side_by_side else self.columns
 
     @property
     def right_columns(self) -> int:
         return self.columns - self.left_columns - 3
 
-    def put_together(self, head: Text, left: list[Text], right: list[Text], below: list[Text]) -> list[Text]:
-        """The headline, two panels side by side, and what stands below them."""
+    def put_together(
+        self, head: Text, left: list[Text], right: list[Text], below: list[Text], encoding: str = "utf-8"
+    ) -> list[Text]:
+        """The headline, the panels, and what stands below them.
+
+        Args:
+            encoding: of the terminal; what it cannot show is replaced before anything is measured.
+        """
+        if not self.side_by_side:
+            rule = Text("─" * self.columns, theme.FAINT)
+            body = [cut(spell(line, encoding), self.columns, encoding) for line in left[: self.body_rows]]
+            body += [Text()] * (self.body_rows - len(body))
+            return [head, rule, *body, rule.copy(), *self._first_below(below, encoding)]
         widths = self.left_columns, self.right_columns
         lines = [head, Text("─" * (widths[0] + 1) + "┬" + "─" * (widths[1] + 1), theme.FAINT)]
         bar = Text(" │ ", theme.FAINT)
         for row in range(self.body_rows):
             line = Text()
             for part, width in ((left, widths[0]), (right, widths[1])):
-                cell = part[row].copy() if row < len(part) else Text()
+                cell = spell(part[row], encoding).copy() if row < len(part) else Text()
+                if part is left:
+                    cell = cut(cell, width, encoding)
                 cell.truncate(width, overflow="crop", pad=True)
                 line.append_text(cell)
                 if part is left:
                     line.append_text(bar)
             lines.append(line)
         lines.append(Text("─" * (widths[0] + 1) + "┴" + "─" * (widths[1] + 1), theme.FAINT))
-        return lines + below[: self.below_rows]
+        return lines + self._first_below(below, encoding)
+
+    def _first_below(self, below: list[Text], encoding: str) -> list[Text]:
+        shown = below[: self.below_rows]
+        if len(below) > len(shown):
+            mark = theme.glyphs_for(encoding).ellipsis
+            shown[-1] = shown[-1].copy()
+            shown[-1].truncate(self.columns - len(mark) - 1, overflow="crop")
+            shown[-1].append(f" {mark}")
+        return shown
 
 
 def spell(text: Text, encoding: str) -> Text:
@@ -149,11 +179,29 @@ def spell(text: Text, encoding: str) -> Text:
     return Text(plain, spans=text.spans if same_length else [], style=text.style)
 
 
+def cut(text: Text, columns: int, encoding: str) -> Text:
+    """At most `columns` cells, with a mark at the end where something is missing."""
+    if text.cell_len <= columns:
+        return text
+    mark = theme.glyphs_for(encoding).ellipsis
+    shorter = text.copy()
+    shorter.truncate(columns - len(mark), overflow="crop")
+    return shorter.append(mark)
+
+
+def _keys(columns: int) -> str:
+    shown = _KEYS[0]
+    for key in _KEYS[1:]:
+        if len(shown) + 2 + len(key) > columns:
+            break
+        shown += "  " + key
+    return shown
+
+
 def fit(lines: Iterable[Text], columns: int, rows: int, encoding: str) -> list[Text]:
     """Exactly `rows` lines of at most `columns` cells."""
     fitted = [spell(line, encoding) for line in lines][:rows]
-    for line in fitted:
-        line.truncate(columns, overflow="crop")
+    fitted = [cut(line, columns, encoding) for line in fitted]
     return fitted + [Text()] * (rows - len(fitted))
 
 

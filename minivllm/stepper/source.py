@@ -51,6 +51,10 @@ class _File:
     # (first line, last line, qualified name, docstring) of each class and function, the outer ones first; decorators
     # count, since a step may be emitted by one.
     scopes: tuple[tuple[int, int, str, str], ...] = ()
+    # The first line of the call, for the line of each text that is handed to one.
+    calls: dict[int, int] = field(default_factory=dict)
+    # The lines from the first decorator to the name, of each decorated function.
+    headers: tuple[range, ...] = ()
 
 
 def place_of(span: Span) -> Place:
@@ -80,11 +84,15 @@ def find_place(name: str, path: str, line: int, function: str) -> Place:
         homes.append(_module_of(spec.method))
     for home, qualified in homes:
         file = _read(home)
-        moved = _search(file, name, qualified) if file is not None else 0
+        moved = _search(file, name, qualified, line if home == path else 0) if file is not None else 0
         if file is not None and moved:
             here = _function_at(file, moved)
-            as_recorded = home == path and here == _local(function, path)
-            note = "" if as_recorded else "the step is elsewhere now than when the run was recorded"
+            if home != path or here != _local(function, path):
+                note = f"source changed since the recording: the step was in {path}, {_local(function, path)}"
+            elif line and not any(line in header and moved in header for header in file.headers):
+                note = f"source changed since the recording: this was line {line}"
+            else:
+                note = ""
             return Place(home, moved, here, file.lines, _why(file, moved), note)
     return Place(path, 0, _local(function, path), note="the installed minivllm does not have this line")
 
@@ -134,7 +142,16 @@ def _read(path: str) -> _File | None:
                 visit(child, prefix)
 
     visit(tree, "")
-    return _File(tuple(text.splitlines()), comments, tuple(scopes))
+    calls: dict[int, int] = {}
+    headers = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    calls[argument.lineno] = node.lineno
+        elif isinstance(node, ast.FunctionDef) and node.decorator_list:
+            headers.append(range(node.decorator_list[0].lineno, node.lineno + 1))
+    return _File(tuple(text.splitlines()), comments, tuple(scopes), calls, tuple(headers))
 
 
 def _mentions(file: _File, line: int, name: str) -> bool:
@@ -152,16 +169,18 @@ def _function_at(file: _File, line: int) -> str:
     return next((name for first, last, name, _ in reversed(file.scopes) if first <= line <= last), "")
 
 
-def _search(file: _File, name: str, function: str) -> int:
-    """The line that names the span, preferably within its function; 0 if there is none."""
-    found = [number for number, text in enumerate(file.lines, 1) if f'"{name}"' in text]
+def _search(file: _File, name: str, function: str, line: int) -> int:
+    """The first line of the call that names the span, preferably within its function and near a line; 0 if none."""
+    found = [
+        file.calls.get(number, number) for number, text in enumerate(file.lines, 1) if f'"{name}"' in text
+    ]
     within = [
         number
         for number in found
         for first, last, qualified, _ in file.scopes
         if qualified == function and first <= number <= last
     ]
-    return (within or found or [0])[0]
+    return min(within or found or [0], key=lambda number: abs(number - line) if line else number)
 
 
 def _why(file: _File, line: int) -> str:

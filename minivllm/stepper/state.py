@@ -147,15 +147,15 @@ class RunState:
         self.time_ns = step.time_ns
         span = step.span
         held = self.held.get(span.process)
-        if held is not None and _thread(held[0]) == _thread(span):
+        if held is not None and thread_of(held[0]) == thread_of(span):
             # Failpoints act where a span begins: whatever this thread does next, it is let go.
             del self.held[span.process]
         if step.kind is Kind.BEGIN:
             self.begun.add(span.process)
             if span.name not in LASTING:
-                self.stacks.setdefault(span.process, {}).setdefault(_thread(span), []).append(span)
+                self.stacks.setdefault(span.process, {}).setdefault(thread_of(span), []).append(span)
         elif step.ends and span.name not in LASTING:
-            stack = self.stacks.get(span.process, {}).get(_thread(span), [])
+            stack = self.stacks.get(span.process, {}).get(thread_of(span), [])
             if span in stack:
                 stack.remove(span)
             if self.has_ended(span.process) and span.process.role != "worker":
@@ -192,7 +192,8 @@ class RunState:
         return self.rings[queue], slot
 
 
-def _thread(span: Span) -> bytes:
+def thread_of(span: Span) -> bytes:
+    """What tells the threads of one process apart."""
     # Decoding all attributes of each span just for this would be most of the work of a long jump.
     found = _THREAD.search(bytes(span.raw.attributes))
     return found[1] if found else b""

@@ -128,21 +128,33 @@ class Walk:
         return self.find(start, lambda step: step.span.process is process, forward)
 
     def next_failure(self, start: int, forward: bool = True) -> int | None:
-        return self.find(start, lambda step: step.failed, forward)
+        """Shown or not: what went wrong is what everybody looks for."""
+        return self.find(start, lambda step: step.failed, forward, hidden=True)
 
-    def search(self, text: str, start: int, forward: bool = True) -> int | None:
-        """The next step whose name, process, attributes, note or error contains the text; case does not matter."""
+    def search(
+        self, text: str, start: int, forward: bool = True, also: Callable[[Step], str] | None = None
+    ) -> int | None:
+        """The next step whose name, process, attributes, note or error contains the text; case does not matter.
+
+        Args:
+            also: more words about a step, looked at where the others do not contain the text.
+        """
         wanted = text.lower()
-        return self.find(start, lambda step: wanted in self._words(step), forward)
+
+        def matches(step: Step) -> bool:
+            return wanted in self._words(step) or (also is not None and wanted in also(step).lower())
+
+        return self.find(start, matches, forward)
 
     def other_end(self, index: int) -> int | None:
-        """From the begin of a span to its end, and from its end (or anything between) to its begin."""
+        """From the begin of a span (or anything between) to its end, and from its end to its begin."""
         step = self[index]
-        forward = step.kind is Kind.BEGIN
+        forward = not step.ends
         return self.find(
             index,
             lambda other: other.span is step.span and (other.ends if forward else other.kind is Kind.BEGIN),
             forward,
+            hidden=True,
         )
 
     def parent(self, index: int) -> int | None:
@@ -153,6 +165,7 @@ class Walk:
         return self.find(
             min(self.at(around.start_ns) - 1, index),
             lambda step: step.span is around and step.kind is Kind.BEGIN,
+            hidden=True,
         )
 
     def at(self, time_ns: int) -> int:

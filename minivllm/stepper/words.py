@@ -6,11 +6,11 @@ Articles: part 2 §2.4, §2.5
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from minivllm.stepper.meetings import Meetings
 from minivllm.stepper.rings import Slot, message_label
 from minivllm.stepper.state import RunState
+from minivllm.stepper.waits import Waits, missing_ready
 from minivllm.timeline import text as words
 from minivllm.timeline.run import Run
 from minivllm.trace_store import Process, Span
@@ -23,8 +23,8 @@ class Status:
     Attributes:
         kind: "not started", "starting", "working", "waiting", "idle", "ending", "ended" or "dead".
         text: a short sentence without times.
-        since_ns: when this began (absolute), 0 if unknown.
-        note: who it waits for, or what holds it; empty if nobody and nothing.
+        since_ns: when what the text says began (absolute), 0 if unknown.
+        note: who it waits for, or what holds it; empty if nobody and nothing, or if the text says it.
         detail: what those it waits for are doing meanwhile.
     """
 
@@ -40,7 +40,7 @@ class Words:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._meetings = Meetings(run.store)
+        self.waits = Waits(run.store)
 
     def name(self, process: Process) -> str:
         return self._run.actor(process).name
@@ -48,6 +48,24 @@ class Words:
     # --- processes
 
     def status(self, state: RunState, process: Process) -> Status:
+        status = self._status(state, process)
+        if status.kind != "waiting":
+            return status
+        late = self.waits.on(state, process)
+        detail = "; ".join(self._doing(state, other) for other in late[:2]) + ("; …" if len(late) > 2 else "")
+        return replace(status, detail=detail)
+
+    def chain(self, state: RunState, process: Process) -> str:
+        """Whom it waits for, whom those wait for, and so on, to those that wait for nobody; "" if it waits for nobody."""
+        seen, parts = [process], []
+        for at in seen:
+            for other in self.waits.on(state, at):
+                if other not in seen:
+                    seen.append(other)
+                    parts.append(self._doing(state, other))
+        return "; ".join(parts)
+
+    def _status(self, state: RunState, process: Process) -> Status:
         if state.has_ended(process):
             return self._ended(state, process)
         stack = state.stack(process)
@@ -90,12 +108,9 @@ class Words:
             return Status("starting", "starting: interpreter and imports", since)
         if innermost.process in state.ending:
             return Status("ending", f"ending: {innermost.name}", since)
-        late = self._meetings.missing(innermost, state.time_ns)
+        late = self.waits.on(state, innermost.process)
         if late:
-            ranks = words.ranks([process.rank for process in late if process.rank is not None])
-            return Status(
-                "waiting", innermost.name, since, f"waits for {ranks}", self._meanwhile(state, late)
-            )
+            return Status("waiting", innermost.name, since, f"waits for {self._names(late)}")
         call = next((span for span in stack if span.name == "rpc.execute"), None)
         if call is not None:
             what = f"executes {_method(call)}"
@@ -105,38 +120,49 @@ class Words:
         if "worker.busy_loop" in names:
             if innermost.name not in ("mq.dequeue", "worker.busy_loop"):
                 return Status("working", innermost.name, since)
-            return Status("idle", "idle: waits for an RPC", since)
+            # Between two messages the loop itself is innermost, whose age says nothing about this.
+            return Status("idle", "idle: waits for an RPC", since if innermost.name == "mq.dequeue" else 0)
         return Status("working", f"{'starting: ' if 'worker.init' in names else ''}{innermost.name}", since)
 
-    def _meanwhile(self, state: RunState, late: list[Process]) -> str:
-        """`rank 1 is in worker.load_model`."""
-        parts = []
-        for process in late[:2]:
-            stack = state.stack(process)
-            if process in state.held:
-                span, failpoint = state.held[process]
-                doing = f"is held in {span.name} by failpoint {failpoint}"
-            elif state.has_ended(process):
-                doing = "has ended"
-            else:
-                doing = f"is in {stack[-1].name}" if stack else "has not begun"
-            parts.append(f"rank {process.rank} {doing}")
-        return "; ".join(parts) + ("; …" if len(late) > 2 else "")
+    def _names(self, processes: list[Process]) -> str:
+        ranks = [process.rank for process in processes if process.rank is not None]
+        others = [self.name(process) for process in processes if process.rank is None]
+        return words.listing([*others, *([words.ranks(ranks)] if ranks else [])])
+
+    def _doing(self, state: RunState, process: Process) -> str:
+        """`rank 1 is in worker.load_model`, and for whom it waits there."""
+        name = self._names([process])
+        status, stack = self._status(state, process), state.stack(process)
+        if process in state.held:
+            span, failpoint = state.held[process]
+            return f"{name} is held in {span.name} by failpoint {failpoint}"
+        if state.has_ended(process):
+            return f"{name} has ended"
+        if not stack:
+            return f"{name} has not begun" if process not in state.begun else f"{name} is {status.text}"
+        if status.text.startswith(("waits for", "waits until")):
+            return f"{name} {status.text}"
+        if process.role == "worker" and stack[-1].name in ("mq.dequeue", "worker.busy_loop"):
+            return f"{name} waits for an RPC"
+        return f"{name} is in {stack[-1].name}" + (f" and {status.note}" if status.note else "")
 
     def _engine_core(self, state: RunState, stack: list[Span], names: set[str]) -> Status:
         innermost = stack[-1]
         since = innermost.start_ns
         awaited = next((s for s in stack if s.name in ("rpc.await_responses", "future.result")), None)
         if "executor.wait_for_ready" in names:
-            missing = sorted(set(state.pipes) - state.ready)
+            missing = missing_ready(state)
             what = f"waits for READY of {words.ranks(missing)}" if missing else "has READY of all ranks"
-            return Status("waiting", what, since)
+            begun = next(span.start_ns for span in stack if span.name == "executor.wait_for_ready")
+            return Status("waiting", what, begun)
         if awaited is not None:
             if "monitor.worker_died" in names:
                 return Status("working", innermost.name, since)
-            return self._reply(awaited)
+            return self._reply(state, awaited)
         if innermost.name == "executor.mq_handshake":
-            return Status("waiting", innermost.name, since, "until all queues are connected")
+            late = self.waits.on(state, innermost.process)
+            whom = f"waits for {self._names(late)}" if late else "until all queues are connected"
+            return Status("waiting", innermost.name, since, whom)
         if innermost.name.startswith("executor.terminate_"):
             alive = [p for p in state.spawned if p.role == "worker" and p not in state.exits]
             left = [p.rank for p in alive if p.rank is not None]
@@ -146,12 +172,18 @@ class Words:
             return Status("ending", "ending", since)
         return Status("working", innermost.name, since)
 
-    def _reply(self, awaited: Span) -> Status:
+    def _reply(self, state: RunState, awaited: Span) -> Status:
         call = awaited if awaited.name == "future.result" else self._run.store.parent(awaited)
         what = f"waits for the reply to {_method(call or awaited)}"
         ranks = awaited.get("ranks")
-        if isinstance(ranks, list) and ranks:
+        late, replying = self.waits.unfinished(state, awaited), self.waits.replying(state, awaited)
+        if late and replying and not set(late) & set(replying):
+            have = "has" if len(late) == 1 else "have"
+            what = f"waits until {self._names(late)} {have} finished {_method(call or awaited)}"
+        elif isinstance(ranks, list) and ranks:
             what += f" from {words.ranks(ranks)}"
+        elif replying:
+            what += f" from {self._names(replying)}"
         return Status("waiting", what, awaited.start_ns)
 
     def _client(self, state: RunState, stack: list[Span], names: set[str]) -> Status:
@@ -162,7 +194,7 @@ class Words:
             if state.requests:
                 what = f"waits for the tokens of {words.count(len(state.requests), 'request')}"
                 return Status("waiting", what, state.requests[0].start_ns)
-            return Status("idle", "runs the script", innermost.start_ns)
+            return Status("working", "runs the script")
         return Status("working", innermost.name, innermost.start_ns)
 
     # --- pipes, queues, futures
