@@ -25,13 +25,14 @@ SLOT_BYTES = 64
 SLOTS = 4096
 HEADER = struct.Struct("<8sIIq")
 SLOT = struct.Struct("<HHIQQQQ16s")
-FREE = b"\0\0"  # what takes the place of the index
+OPEN_SLOT = struct.Struct("<H2xIQQQ8x16s")  # the same without an end
+FREE = 0  # stored over the first byte of the index: the catalogue has fewer than 256 rows
 
 
 class OpenTable:
     """The writer's side: `memory` is the mapping, `free` a stack of the offsets of slots that nobody uses.
 
-    The hot path takes an offset from `free`, packs SLOT there, and stores FREE and gives the offset back when the span
+    The hot path takes an offset from `free`, packs OPEN_SLOT there, and stores FREE and gives the offset back when the span
     has ended and is in the spool. A full table drops what does not fit: such a span is still recorded, but a kill
     while it is open would lose it. The mapping is never closed but left to the garbage collector, since a thread may
     just be writing to it.
@@ -52,7 +53,7 @@ class OpenTable:
 
     def release(self, slot: int) -> None:
         """Free the slot of a span that is in the file."""
-        self.memory[slot : slot + 2] = FREE
+        self.memory[slot] = FREE
         self.free.append(slot)
 
 

@@ -24,7 +24,7 @@ import msgspec
 from minivllm.tracing import context, failpoints
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
 from minivllm.tracing.gate import STEPS, Gate
-from minivllm.tracing.open_table import FREE, SLOT
+from minivllm.tracing.open_table import FREE, OPEN_SLOT
 from minivllm.tracing.parents import parents
 from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, make_site
 from minivllm.tracing.place import local as _local
@@ -48,7 +48,7 @@ _append = recorder.finished.append
 _open = recorder.open
 _table_memory: mmap.mmap | bytearray = bytearray()
 _table_free: list[int] = []
-_pack_slot = SLOT.pack_into
+_pack_slot = OPEN_SLOT.pack_into
 _spool: Spool | None = None
 _sinks = recorder.sinks
 _unpack = context.PACKED.unpack
@@ -151,7 +151,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
             # Only now: between the two the reader sees it twice, and never not at all.
             if slot := self.slot:
                 self.slot = 0
-                _table_memory[slot : slot + 2] = FREE
+                _table_memory[slot] = FREE
                 _table_free.append(slot)
         if _sinks:
             _append(self)
@@ -281,9 +281,7 @@ def span(
     slot = 0
     if _table_free:
         slot = _table_free.pop()
-        _pack_slot(
-            _table_memory, slot, entry.index, 0, thread.native_id, span_id, parent_id, start_ns, 0, trace_id
-        )
+        _pack_slot(_table_memory, slot, entry.index, thread.native_id, span_id, parent_id, start_ns, trace_id)
     item = Span(
         entry,
         attributes,
@@ -407,9 +405,7 @@ def _start(
     slot = 0
     if _table_free:
         slot = _table_free.pop()
-        _pack_slot(
-            _table_memory, slot, entry.index, 0, thread.native_id, span_id, parent_id, start_ns, 0, trace_id
-        )
+        _pack_slot(_table_memory, slot, entry.index, thread.native_id, span_id, parent_id, start_ns, trace_id)
     if root is None:
         root = entry.level == LIFECYCLE and outer is None and thread.main
     item = (_Root if root else Span)(

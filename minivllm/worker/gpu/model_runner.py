@@ -349,7 +349,7 @@ class GPUModelRunner:
                 if self.pp_handler is not None:
                     self.pp_handler.broadcast(batch, sampler_output, draft_tokens)
             if tracing.active:
-                step.set(sampled=int(batch.is_sampled_np.sum()))
+                step.set(sampled=batch.num_reqs if batch.all_sampled else int(batch.is_sampled_np.sum()))
         return output
 
     def sample(
