@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,3 +251,29 @@ def test_keys_that_do_nothing_say_so_and_searches_go_round(directory: Path, walk
     session.press("x", "step")
     os.write(session.fd, b"q")
     assert session.end() == 0
+
+
+# --- damaged traces
+
+
+def test_what_is_missing_from_a_trace_is_said(directory: Path, tmp_path: Path) -> None:
+    def copy(name: str) -> tuple[Path, list[Path]]:
+        target = tmp_path / name
+        shutil.copytree(directory, target)
+        rank_1 = process(walk_of(target), "worker", 1).pid
+        return target, sorted(target.glob(f"worker-{rank_1}.*"))
+
+    assert not walk_of(directory).store.warnings
+    silent, files = copy("silent")
+    for file in files:
+        file.unlink()
+    done = command(str(silent), "--print", "--count", "1")
+    assert done.returncode == 0 and done.stderr == "minivllm: warning: no events of rank 1\n"
+    garbled, files = copy("garbled")
+    spans = next(file for file in files if not file.name.endswith(".journal.jsonl"))
+    spans.write_bytes(b"\xff\x00 garbage\n" + spans.read_bytes())
+    assert walk_of(garbled).store.warnings == [f"1 line unreadable in {spans.name}"]
+    torn, files = copy("torn")
+    spans = next(file for file in files if not file.name.endswith(".journal.jsonl"))
+    spans.write_bytes(spans.read_bytes()[:2000])
+    assert walk_of(torn).store.warnings == [f"{spans.name} is cut off"]

@@ -146,7 +146,7 @@ def _show_views(views: list[View], num_spans: int, args: argparse.Namespace) -> 
 
 
 def open_store(directory: str) -> TraceStore:
-    """Open a trace directory.
+    """Open a trace directory, and say on standard error if something of it is missing.
 
     Raises:
         ConfigError: it does not exist or holds no trace.
@@ -155,7 +155,10 @@ def open_store(directory: str) -> TraceStore:
 
     # A large trace is many small objects that all live until the end: collecting in between is most of the time.
     gc.disable()
-    return TraceStore.open(directory)
+    store = TraceStore.open(directory)
+    if store.warnings:
+        print(f"minivllm: warning: {'; '.join(store.warnings)}", file=sys.stderr)
+    return store
 
 
 def _check_ranks(store: TraceStore, options: Options) -> None:

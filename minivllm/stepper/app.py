@@ -39,7 +39,8 @@ class App:
         self.terminal = terminal
         self.console = console
         self.index = index
-        self._message = ""
+        missing = "; ".join(self.walk.store.warnings)
+        self._message = f"warning: {missing}" if missing else ""
         self._searched = ""
         self._step_words = StepWords(screen, self._tell_progress)
         self._done = False

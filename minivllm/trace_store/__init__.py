@@ -10,7 +10,7 @@ Articles: none
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,22 @@ class TraceStore:
         trace_id: the trace that is shown, lower-case hex.
         trace_ids: all traces of the directory, the oldest first; more than one when it was used for several runs.
         damaged_lines: lines that could not be read, such as the torn last line of a killed process.
+        damage: the same in words, a sentence for each file.
     """
 
     def __init__(
-        self, spans: list[Span], trace_id: str, trace_ids: list[str], damaged_lines: int = 0
+        self,
+        spans: list[Span],
+        trace_id: str,
+        trace_ids: list[str],
+        damaged_lines: int = 0,
+        damage: Sequence[str] = (),
     ) -> None:
         self._spans = spans
         self.trace_id = trace_id
         self.trace_ids = trace_ids
         self.damaged_lines = damaged_lines
+        self.damage = damage
 
     @classmethod
     def open(cls, directory: str | Path, trace_id: str | None = None) -> TraceStore:
@@ -71,7 +78,7 @@ class TraceStore:
         if len(trace_ids) > 1:
             spans = [span for span in spans if span.trace_id == trace_id]
         finish_open_spans(spans)
-        return cls(spans, trace_id, trace_ids, content.damaged_lines)
+        return cls(spans, trace_id, trace_ids, content.damaged_lines, content.damage)
 
     # --- look-ups
 
@@ -165,6 +172,14 @@ class TraceStore:
     def processes(self) -> list[Process]:
         """In order of their start."""
         return list(self._processes)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What is missing from the trace, as far as it can be told: what it shows may be wrong because of that."""
+        told = {span.rank for span in self.spans("executor.make_worker_process")}
+        silent = told - {process.rank for process in self._processes} - {None}
+        numbers = sorted(rank for rank in silent if rank is not None)
+        return [*(f"no events of rank {rank}" for rank in numbers), *self.damage]
 
     def first_failure(self) -> Span | None:
         """The innermost step in which something went wrong first, whatever failed later because of it.

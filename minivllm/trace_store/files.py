@@ -60,11 +60,13 @@ class Directory:
     Attributes:
         records: by `service.instance.id`, or by role and pid where a file has none.
         damaged_lines: lines that could not be read, such as the torn last line of a killed process.
+        damage: the same in words, a sentence for each file.
     """
 
     def __init__(self, path: Path) -> None:
         self.records: dict[str, ProcessRecord] = {}
         self.damaged_lines = 0
+        self.damage: list[str] = []
         self._known_resources: dict[bytes, ProcessRecord] = {}
         files = sorted(path.glob("*.jsonl"))
         for file in files:
@@ -73,11 +75,11 @@ class Directory:
         # Spools before what is made of them: one that is gone by now has gone into the file beside it.
         for file in sorted(path.glob("*.spool")):
             lines, torn = read_lines(file)
-            self.damaged_lines += torn
-            self._read_spans(lines)
+            self._note_damage(file, torn, "record")
+            self._read_spans(file, lines)
         for file in files:
             if not file.name.endswith(".journal.jsonl"):
-                self._read_spans(self._lines(file))
+                self._read_spans(file, self._lines(file))
 
     def _lines(self, file: Path) -> list[bytes]:
         try:
@@ -85,30 +87,42 @@ class Directory:
         except OSError:
             return []
 
-    def _read_spans(self, lines: list[bytes]) -> None:
+    def _note_damage(self, file: Path, count: int, noun: str = "line", is_cut_off: bool = False) -> None:
+        self.damaged_lines += count
+        if is_cut_off:
+            count -= 1
+            self.damage.append(f"{file.name} is cut off")
+        if count:
+            self.damage.append(f"{count:,} {noun}{'s' if count > 1 else ''} unreadable in {file.name}")
+
+    def _read_spans(self, file: Path, lines: list[bytes]) -> None:
+        damaged: list[bytes] = []
         for line in lines:
             try:
                 request = _line_decoder.decode(line)
             except msgspec.MsgspecError:
-                self.damaged_lines += 1
+                damaged.append(line)
                 continue
             for group in request.resourceSpans:
                 record = self._record(group.resource)
                 for scope in group.scopeSpans:
                     record.finished.update((span.spanId, span) for span in scope.spans)
+        self._note_damage(file, len(damaged), is_cut_off=_is_cut_off(lines, damaged))
 
     def _read_journal(self, file: Path) -> None:
         record: ProcessRecord | None = None
-        for line in self._lines(file):
+        lines, damaged = self._lines(file), []
+        for line in lines:
             try:
                 entry = _journal_decoder.decode(line)
             except msgspec.MsgspecError:
-                self.damaged_lines += 1
+                damaged.append(line)
                 continue
             if entry.resource is not None:
                 record = self._record(entry.resource)
             if entry.span is not None and record is not None:
                 record.started[entry.span.spanId] = entry.span
+        self._note_damage(file, len(damaged), is_cut_off=_is_cut_off(lines, damaged))
         if record is not None:
             # The files belong to the last process of this role and pid.
             record.process.alive = _is_locked(file)
@@ -139,6 +153,11 @@ def _process(resource: dict[str, Any]) -> Process:
         service=service,
         instance_id=str(resource.get("service.instance.id", f"{role}-{pid}")),
     )
+
+
+def _is_cut_off(lines: list[bytes], damaged: list[bytes]) -> bool:
+    """Whether the last line begins as all do and does not end."""
+    return bool(damaged) and damaged[-1] is lines[-1] and lines[-1].startswith(b'{"')
 
 
 def _is_locked(file: Path) -> bool:
