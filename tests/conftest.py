@@ -6,6 +6,7 @@ Left behind means: a process that this run started (also one whose parent is gon
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -92,7 +93,12 @@ def _children() -> set[str]:
     """Children of this process; from the kernel's list where there is one, since this is asked after each test."""
     lists = [*Path("/proc/self/task").glob("*/children")]
     if lists:
-        return {f"process {pid}" for path in lists for pid in path.read_text().split()}
+        found = set()
+        for path in lists:
+            # A thread may end at any moment; its children are then another thread's.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found |= {f"process {pid}" for pid in path.read_text().split()}
+        return found
     return {f"process {child.pid}" for child in psutil.Process().children()}
 
 
