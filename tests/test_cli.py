@@ -609,7 +609,7 @@ def test_ctrl_c_ends_everything_within_a_second(when: float | str, tmp_path: Pat
         slow = ";".join(f"model.forward@rank0#{n}=sleep:0.2" for n in range(8, 60))
         terminal = Terminal("demo", cwd=tmp_path, MINIVLLM_FAILPOINTS=slow)
         terminal.read_until("ready after")
-        time.sleep(1.0)
+        time.sleep(0.4)
     elif when == "starting":
         terminal = Terminal("demo", cwd=tmp_path)
         terminal.read_until("starting")
@@ -657,7 +657,14 @@ def test_sigterm_ends_everything(number: signal.Signals, code: int, tmp_path: Pa
     command = [sys.executable, "-m", "minivllm.cli.main", "demo", "--trace", str(tmp_path / "trace")]
     standing = environment(MINIVLLM_FAILPOINTS="worker.load_model@rank0=hang")
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=standing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=standing,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Under nohup all of this run would ignore it.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     wait_until(lambda: "worker.load_model" in journals(tmp_path / "trace"), LIMIT_S, "rank 0 loads its model")
     family = psutil.Process(process.pid).children(recursive=True)
