@@ -76,7 +76,7 @@ CELLS: list[Cell] = [
 
 def _spread() -> list[Cell]:
     """All of the client's, every second one of EngineCore's, each light step of the workers on one rank in turn, and
-    every fourth step that needs a model."""
+    every eighth step that needs a model."""
     client = [cell for cell in CELLS if cell.who == "client"]
     engine = [cell for cell in CELLS if cell.who == "engine"][::2]
     workers = [cell for cell in CELLS if cell.who in _WORKERS]
@@ -84,7 +84,7 @@ def _spread() -> list[Cell]:
         light: list(dict.fromkeys(c.span for c in workers if c.light is light)) for light in (True, False)
     }
     on_rank = {span: f"rank{index % 2}" for light in steps for index, span in enumerate(steps[light])}
-    chosen = {*steps[True], *steps[False][1::4]}
+    chosen = {*steps[True], *steps[False][1::8]}
     return [*client, *engine, *(c for c in workers if c.span in chosen and c.who == on_rank[c.span])]
 
 
