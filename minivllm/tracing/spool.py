@@ -19,6 +19,7 @@ import logging
 import mmap
 import os
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +118,10 @@ class Spool:
         start = self._end
         self._end = start + size
         # Reserved first: a store into a mapped page that the disk has no room for would be a SIGBUS.
-        os.posix_fallocate(self._fd, start, size)
+        if sys.platform == "darwin":
+            os.ftruncate(self._fd, self._end)  # macOS has nothing better
+        else:
+            os.posix_fallocate(self._fd, start, size)
         self.write = mmap.mmap(self._fd, size, offset=start).write
 
     def append(self, record: bytes) -> None:
