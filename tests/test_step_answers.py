@@ -122,10 +122,14 @@ def test_the_chain_of_waits_leads_to_the_rank_that_is_held(walk: Walk) -> None:
 def test_the_handshake_of_the_queues_names_whom_it_waits_for() -> None:
     walk = walk_of(recorded("worker.init_worker@rank1=sleep:1.5"))
     words, history = Words(walk.run), History(walk)
-    begin = step_of(walk, "worker.mq_handshake", rank=0)
-    status = words.status(history.at(begin), process(walk, "worker", 0))
-    assert status.note == "waits for EngineCore" and "waits for READY of" in status.detail
-    assert "rank 1 is held" in words.chain(history.at(begin), process(walk, "worker", 0))
+    assert walk.first_failure is not None
+    released = walk.next_of(process(walk, "worker", 1), walk.first_failure)
+    assert released is not None
+    state, rank_0 = history.at(released - 1), process(walk, "worker", 0)
+    status = words.status(state, rank_0)
+    assert (status.text, status.note) == ("worker.mq_handshake", "waits for EngineCore")
+    assert status.detail == "EngineCore waits for READY of rank 1"
+    assert "rank 1 is held" in words.chain(state, rank_0)
 
 
 def test_the_time_beside_a_process_is_that_of_what_is_named(walk: Walk) -> None:

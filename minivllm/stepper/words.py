@@ -174,16 +174,21 @@ class Words:
 
     def _reply(self, state: RunState, awaited: Span) -> Status:
         call = awaited if awaited.name == "future.result" else self._run.store.parent(awaited)
-        what = f"waits for the reply to {_method(call or awaited)}"
-        ranks = awaited.get("ranks")
+        method = _method(call or awaited)
         late, replying = self.waits.unfinished(state, awaited), self.waits.replying(state, awaited)
+        ranks = awaited.get("ranks")
+        if not isinstance(ranks, list):
+            ranks = [process.rank for process in replying if process.rank is not None]
+        # The rank comes early, where a narrow window still shows it.
         if late and replying and not set(late) & set(replying):
             have = "has" if len(late) == 1 else "have"
-            what = f"waits until {self._names(late)} {have} finished {_method(call or awaited)}"
-        elif isinstance(ranks, list) and ranks:
-            what += f" from {words.ranks(ranks)}"
-        elif replying:
-            what += f" from {self._names(replying)}"
+            what = f"waits until {self._names(late)} {have} finished {method}"
+        elif len(ranks) == 1:
+            what = f"waits for {words.ranks(ranks)}'s reply to {method}"
+        elif ranks:
+            what = f"waits for replies of {words.ranks(ranks)} to {method}"
+        else:
+            what = f"waits for the reply to {method}"
         return Status("waiting", what, awaited.start_ns)
 
     def _client(self, state: RunState, stack: list[Span], names: set[str]) -> Status:
