@@ -297,12 +297,12 @@ def rpc_timeout() -> None:
     llm.shutdown()
 
 
-def ten_starts_and_stops() -> None:
+def twenty_starts_and_stops() -> None:
     import tempfile
 
     pids: set[int] = set()
     descriptors: list[int] = []
-    for number in range(10):
+    for number in range(20):
         llm = start()
         pids |= {engine_pid(llm), *worker_pids(llm)}
         assert llm.generate([number], SHORT)[0].finished

@@ -32,7 +32,7 @@ SCENARIOS = [
     "interrupted_generate_leaves_the_engine_usable",
     "interrupted_between_sending_and_waiting",
     "rpc_timeout",
-    "ten_starts_and_stops",
+    "twenty_starts_and_stops",
     "forked_child_does_not_end_the_engine",
 ]
 
