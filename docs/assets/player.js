@@ -247,6 +247,7 @@
         lines.append(line);
       });
       const parts = [title, lines];
+      if (place.note) parts.push(element("p", "player-faint", place.note));
       if (place.why) parts.push(element("p", "player-why", this.say.why + place.why));
       return parts;
     }
