@@ -56,9 +56,8 @@ class LightWorker(WorkerBase):
         time.sleep(seconds)
         return self.rank
 
-    def ignore_sigterm(self, seconds: float) -> None:
+    def ignore_sigterm(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(seconds)
 
 
 class Sum:
@@ -144,20 +143,29 @@ def hangs(trace: Path) -> None:
     """A worker hangs in a call when it is to end: SIGTERM ends it."""
     with light_executor() as executor:
         executor.collective_rpc("wait", args=(0,), non_block=True)
-        time.sleep(0.2)
+        until_in_call(trace, rank=1)
 
 
 def stubborn(trace: Path) -> None:
     """A worker that ignores SIGTERM: SIGKILL ends it."""
     with light_executor() as executor:
-        executor.collective_rpc("ignore_sigterm", args=(60.0,), non_block=True)
-        time.sleep(0.2)
+        executor.collective_rpc("ignore_sigterm")
+        executor.collective_rpc("wait", args=(60.0,), non_block=True)
+        until_in_call(trace, rank=1, number=2)
 
 
 def starts(trace: Path) -> None:
     """Nothing but start and end, for the start methods."""
     with light_executor() as executor:
         executor.collective_rpc("wait", args=(0,))
+
+
+def until_in_call(trace: Path, rank: int, number: int = 1) -> None:
+    """Return when a rank has begun so many calls; a run can be read while it goes on."""
+    from minivllm.trace_store import TraceStore
+
+    while sum(call.process.rank == rank for call in TraceStore.open(trace).spans("rpc.execute")) < number:
+        time.sleep(0.02)
 
 
 def light_executor() -> Any:
