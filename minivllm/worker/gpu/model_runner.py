@@ -251,10 +251,10 @@ class GPUModelRunner:
             None: sample_tokens comes next. Hidden states: likewise, and they are for the next pipeline stage. An empty
             output: there was nothing to compute.
         """
-        with tracing.span("runner.execute_model") if tracing.active else NO_SPAN as step:
-            with tracing.span("runner.update_states") if tracing.active else NO_SPAN as s:
+        with tracing.span("runner.execute_model") if tracing.calls else NO_SPAN as step:
+            with tracing.span("runner.update_states") if tracing.calls else NO_SPAN as s:
                 self.update_states(scheduler_output)
-                if tracing.active:
+                if tracing.calls:
                     s.set(
                         new=len(scheduler_output.scheduled_new_reqs),
                         cached=scheduler_output.scheduled_cached_reqs.num_reqs,
@@ -263,7 +263,7 @@ class GPUModelRunner:
                     )
             if not scheduler_output.num_scheduled_tokens:
                 return ModelRunnerOutput()
-            with tracing.span("runner.prepare_inputs") if tracing.active else NO_SPAN as s:
+            with tracing.span("runner.prepare_inputs") if tracing.calls else NO_SPAN as s:
                 batch = make_input_batch(
                     scheduler_output.num_scheduled_tokens,
                     self.req_states,
@@ -275,7 +275,7 @@ class GPUModelRunner:
                 attn_metadata = None
                 if graph.mode is not CUDAGraphMode.FULL:
                     attn_metadata = self.model_state.prepare_attn(batch, self.block_tables)
-                if tracing.active:
+                if tracing.calls:
                     s.set(
                         req_ids=str(batch.req_ids),
                         num_tokens_per_req=str(batch.num_scheduled_tokens.tolist()),
@@ -283,18 +283,18 @@ class GPUModelRunner:
             if intermediate_tensors is not None:
                 intermediate_tensors.wait_for_comm()
             with (
-                tracing.span("model.forward", graph=str(graph)) if tracing.active else NO_SPAN as s,
+                tracing.span("model.forward", graph=str(graph)) if tracing.calls else NO_SPAN as s,
                 set_forward_context(attn_metadata),
             ):
                 if graph.mode is CUDAGraphMode.NONE:
                     output = self._model.forward(**model_inputs, intermediate_tensors=intermediate_tensors)
                 else:
                     output = self.cudagraph_manager.run(graph, batch)
-                if tracing.active:
+                if tracing.calls:
                     s.set(step=scheduler_output.step, pp_rank=self.pp_rank)
             hidden_states = output if isinstance(output, Tensor) else None
             self.execute_model_state = ExecuteModelState(batch, hidden_states, scheduler_output.step)
-            if tracing.active:
+            if tracing.calls:
                 step.set(
                     step=scheduler_output.step,
                     pp_rank=self.pp_rank,
@@ -317,8 +317,8 @@ class GPUModelRunner:
             return None
         batch, hidden_states, step_number = self.execute_model_state
         self.execute_model_state = None
-        with tracing.span("runner.sample_tokens") if tracing.active else NO_SPAN as step:
-            if tracing.active:
+        with tracing.span("runner.sample_tokens") if tracing.calls else NO_SPAN as step:
+            if tracing.calls:
                 step.set(step=step_number, pp_rank=self.pp_rank, num_reqs=batch.num_reqs)
             if hidden_states is None:
                 assert self.pp_handler is not None
@@ -340,7 +340,7 @@ class GPUModelRunner:
                 prompt_logprobs,
                 self.output_copy_stream,
             )
-            with tracing.span("runner.postprocess") if tracing.active else NO_SPAN:
+            with tracing.span("runner.postprocess") if tracing.calls else NO_SPAN:
                 post_update(
                     batch, self.req_states, sampler_output.sampled_token_ids, sampler_output.num_rejected
                 )
@@ -348,7 +348,7 @@ class GPUModelRunner:
                 draft_tokens = self.speculator.run(batch, sampler_output)
                 if self.pp_handler is not None:
                     self.pp_handler.broadcast(batch, sampler_output, draft_tokens)
-            if tracing.active:
+            if tracing.calls:
                 step.set(sampled=batch.num_reqs if batch.all_sampled else int(batch.is_sampled_np.sum()))
         return output
 

@@ -36,7 +36,7 @@ class StructuredOutputsWorker:
             mask = async_copy_to_gpu(grammar_output.grammar_bitmask, self.device)
             allowed = ((mask.unsqueeze(-1) >> self.bits) & 1).flatten(1)[:, : self.vocab_size].bool()
             logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(~allowed, float("-inf")))
-            if tracing.active:
+            if tracing.calls:
                 s.set(allowed=int(allowed.sum()))
 
     @staticmethod

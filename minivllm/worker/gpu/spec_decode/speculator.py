@@ -60,7 +60,7 @@ class Speculator(ABC):
         Returns:
             `[num_reqs, num_speculative_tokens]`; a row with fewer is filled up, since any token is as good a guess.
         """
-        if not tracing.active:
+        if not tracing.calls:
             return self._run(batch)[0]
         with tracing.span("runner.propose_draft", method=self.method) as s:
             tokens, counts = self._run(batch)
