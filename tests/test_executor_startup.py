@@ -197,7 +197,9 @@ def test_A7_L11_start_up_deadline_names_the_missing() -> None:
 def test_L12_parent_killed_while_workers_load(action: str) -> None:
     """The death pipe is watched from the first instruction: orphans of a start end at once, whatever they do."""
     os.environ["LIGHT_INIT"] = f"load_model@*={action}"
-    parent = subprocess.Popen([sys.executable, str(TESTS / "executor_helpers.py")])
+    # First in the environment, since that is where the titles of processes are written: a variable that workers get anew.
+    environment = {"MINIVLLM_FIRST": "1", **os.environ}
+    parent = subprocess.Popen([sys.executable, str(TESTS / "executor_helpers.py")], env=environment)
     wait_until(lambda: loading_workers(parent.pid), 10, "no workers")
     workers = loading_workers(parent.pid)
     parent.kill()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ def hangs(trace: Path) -> None:
     """A worker hangs in a call when it is to end: SIGTERM ends it."""
     with light_executor() as executor:
         executor.collective_rpc("wait", args=(0,), non_block=True)
-        until_in_call(trace, rank=1)
+        until_in_call(trace, ranks={0, 1})
 
 
 def stubborn(trace: Path) -> None:
@@ -151,7 +152,7 @@ def stubborn(trace: Path) -> None:
     with light_executor() as executor:
         executor.collective_rpc("ignore_sigterm")
         executor.collective_rpc("wait", args=(60.0,), non_block=True)
-        until_in_call(trace, rank=1, number=2)
+        until_in_call(trace, ranks={0, 1}, number=2)
 
 
 def starts(trace: Path) -> None:
@@ -160,12 +161,14 @@ def starts(trace: Path) -> None:
         executor.collective_rpc("wait", args=(0,))
 
 
-def until_in_call(trace: Path, rank: int, number: int = 1) -> None:
-    """Return when a rank has begun so many calls; a run can be read while it goes on."""
+def until_in_call(trace: Path, ranks: set[int], number: int = 1) -> None:
+    """Return when ranks have begun so many calls; a run can be read while it goes on."""
     from minivllm.trace_store import TraceStore
 
-    while sum(call.process.rank == rank for call in TraceStore.open(trace).spans("rpc.execute")) < number:
+    begun: Counter[int | None] = Counter()
+    while any(begun[rank] < number for rank in ranks):
         time.sleep(0.02)
+        begun = Counter(call.process.rank for call in TraceStore.open(trace).spans("rpc.execute"))
 
 
 def light_executor() -> Any:

@@ -28,7 +28,11 @@ from minivllm.executor.worker_handles import closed_after_fork
 from minivllm.executor.worker_names import trace_label
 from minivllm.executor.worker_startup import FAILED_STR, READY_STR, startup_timeout_s
 from minivllm.utils.numa_utils import bind_to_numa_node
-from minivllm.utils.system_utils import configure_logging, leave_terminal_signals_to_parent
+from minivllm.utils.system_utils import (
+    configure_logging,
+    find_place_of_title,
+    leave_terminal_signals_to_parent,
+)
 
 if TYPE_CHECKING:
     from minivllm.executor.worker_proc import WorkerProc
@@ -57,6 +61,7 @@ def worker_main(
         2. Exactly one of READY and FAILED is sent, unless the process is ended from outside.
         3. The handshake has the executor's order, broadcast ring first; see MultiprocExecutor._init_executor.
     """
+    find_place_of_title()
     # A fork server has the environment of the moment in which it was started.
     os.environ.update(environment)
     monitor = DeathPipeMonitor(

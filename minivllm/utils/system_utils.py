@@ -211,6 +211,17 @@ def timer_slack(seconds: float) -> Iterator[None]:
         prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0), 0, 0, 0)
 
 
+def find_place_of_title() -> None:
+    """To be called before this process changes its environment.
+
+    A title is written over the arguments, which are found by the first variable of the environment, right behind them. Once
+    that variable has another value it is somewhere else, and titles would silently stay what they are.
+    """
+    import setproctitle
+
+    setproctitle.getproctitle()
+
+
 def set_process_title(name: str) -> None:
     """Show `minivllm::<name>` in ps and top."""
     import setproctitle
