@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FAILED_EXIT_CODE = 1
+_PARENT_FIRST_S = 1.0
 
 
 def worker_main(
@@ -67,7 +68,10 @@ def worker_main(
     monitor = DeathPipeMonitor(
         death_pipe,
         orphan_grace_s=envs.MINIVLLM_WORKER_ORPHAN_GRACE_S,
-        shutdown_grace_s=envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S,
+        # Somewhat more than the parent's own limits: it is to end this process, and to say so.
+        shutdown_grace_s=envs.MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S
+        + envs.MINIVLLM_WORKER_SIGTERM_TIMEOUT_S
+        + _PARENT_FIRST_S,
         on_orphaned=partial(remove_leftovers, parent_pid),
     )
     arm_orphan_alarm(orphan_pipe.fileno(), max(1, math.ceil(envs.MINIVLLM_WORKER_ORPHAN_GRACE_S)))
