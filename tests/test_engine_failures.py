@@ -80,11 +80,18 @@ def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [psutil.Process(int(pid)) for pid in line.split()[1:]]
 
 
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def all_end(family: list[psutil.Process], within: float) -> float:
     """Seconds until all are gone; they have been adopted by somebody else by then, so a zombie counts as gone."""
     begun = time.monotonic()
     while True:
-        alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        alive = [process for process in family if not _is_gone(process)]
         if not alive:
             return time.monotonic() - begun
         if time.monotonic() - begun > within:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from itertools import pairwise
 
 import pytest
@@ -158,7 +159,9 @@ def test_async_and_pipeline(walkthrough: Runs) -> None:
     """A queue of batches makes the stages overlap, and asynchronous scheduling costs a step after a stop token."""
     lines = [" ".join(line.split()) for line in walkthrough("12_async_and_pipeline").text.splitlines()]
     together = {line.split()[0]: int(line.split()[-1].rstrip("%")) for line in lines if line.endswith("%")}
-    assert together["a"] > together["one"]
+    if len(os.sched_getaffinity(0)) > 1:
+        # On one core nothing is done at the same time.
+        assert together["a"] > together["one"]
     assert "async stop 3 4" in lines
     assert "async length 3 3" in lines
     assert "in turn stop 3 3" in lines

@@ -140,6 +140,9 @@ class LiveStep:
             if callable(handler):
                 handler(number, frame)
             else:
+                # The controller loses its terminal now, and would end the run as Ctrl-C does.
+                self._ending = True
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 self._stack.close()
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
