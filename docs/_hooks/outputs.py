@@ -179,6 +179,8 @@ _DIFFERS = (
     (r"\bline \d+", "line N"),
     (r"\b[\d.]+ ?(?:ns|µs|us|ms|s|seconds?)\b", "TIME"),
     (r"\b[\d.]+ ?(?:bytes|B|KiB|MiB|GiB)(?!\w)", "SIZE"),
+    # What a live process is at just then is chance.
+    (r"\bpid \d+, (?:running|sleeping)\b", "pid N, alive"),
     (r"\bpid \d+", "pid N"),
     (r"\b\d{4,}\b", "N"),
 )
@@ -187,8 +189,8 @@ _DIFFERS = (
 def normalised(output: Output) -> list[str]:
     """The words of an output without what differs from run to run.
 
-    That is what the walkthrough prints as measured; and times, sizes, process ids, paths, versions and line numbers
-    wherever they stand. Line breaks do not count, since they depend on the width of what differs.
+    That is what the walkthrough prints as measured; and wherever they stand times, sizes, process ids, paths, versions,
+    line numbers and whether a process just slept. Line breaks do not count, since they depend on the width of what differs.
     """
     plain = list(output.plain)
     for span in output.measured:
