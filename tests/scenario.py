@@ -3,8 +3,9 @@
     @scenario(limit_s=20)
     def test_something() -> None: ...
 
-Under pytest the function has scenario_server.py fork a process, in which the body runs, and waits. A failed or late body shows its output and the stacks of all its processes. Afterwards nothing may be
-left: no process, no shared memory, no temporary directory, no descriptor that was not there before.
+Under pytest the function has scenario_server.py fork a process, in which the body runs, and waits. A failed or late body
+shows its output and the stacks of all its processes. Afterwards nothing may be left: no process, no shared memory, no
+temporary directory, no descriptor that was not there before.
 """
 
 from __future__ import annotations
