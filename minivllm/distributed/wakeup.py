@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Final
 
 from minivllm.tracing.deadlines import deadline_clock
+from minivllm.tracing.ended import ended, write_ended
 
 _SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine())
 _FUTEX_WAIT: Final = 0  # the shared variants: the word is found by its page, not by this process's address
@@ -141,6 +142,8 @@ class SpinCondition:
         for _ in _checks:
             if ready():
                 return 0
+        if ended:
+            write_ended()
         now = time.monotonic()
         limit = now + self.spin_s
         if deadline is not None:

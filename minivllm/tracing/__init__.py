@@ -29,6 +29,7 @@ from minivllm.tracing import catalogue, context, failpoints
 from minivllm.tracing import spans as _spans
 from minivllm.tracing.board import BOARD_BYTES, attach_board, detach_board, read_board
 from minivllm.tracing.deadlines import Patience, deadline_clock, stand_still_for
+from minivllm.tracing.ended import write_ended as _write_ended
 from minivllm.tracing.failpoints import FailpointError
 from minivllm.tracing.files import TraceFiles
 from minivllm.tracing.gate import Gate, open_gate
@@ -139,7 +140,7 @@ def configure(
     trace_dir = trace_dir or variables.get("MINIVLLM_TRACE_DIR") or None
     new_level = _parse_level(level, variables.get("MINIVLLM_TRACE"), trace_dir)
     with _recorder.lock:
-        _recorder.drain()
+        flush()
         identity.role, identity.rank, identity.label = role, rank, label
         identity.service_name_override = None
         clock.adopt(variables.get("MINIVLLM_TRACE_ANCHOR", ""))
@@ -188,7 +189,7 @@ def _open_files(trace_dir: str | None) -> None:
         files.write_resource()
         return
     if files is not None:
-        for item in list(_recorder.open.values()):
+        for item in _spans.open_spans():
             files.forget(item)
         _recorder.files = None
         files.close()
@@ -219,6 +220,7 @@ def add_exporter(exporter: SpanExporter) -> None:
     from minivllm.tracing.export import LiveExport, through_exporter
 
     _add_export(LiveExport(through_exporter(exporter), type(exporter).__name__))
+    _apply(level)
 
 
 def set_label(label: str) -> None:
@@ -226,7 +228,7 @@ def set_label(label: str) -> None:
     identity.label = label
     with _recorder.lock:
         if _recorder.files is not None:
-            _recorder.drain()
+            flush()
             _recorder.files.write_resource()
 
 
@@ -266,6 +268,7 @@ def child_environment(parent: bytes | None = None) -> Iterator[None]:
 
 def flush() -> None:
     """Write all spans that have ended."""
+    _write_ended()
     _recorder.drain()
 
 
@@ -273,10 +276,11 @@ def shutdown() -> None:
     """Write everything, spans still open as unfinished, and close the files. Idempotent; configure() starts again."""
     step_live("")
     with _recorder.lock:
-        for item in list(_recorder.open.values()):
+        for item in _spans.open_spans():
             item.set(unfinished=True)
             item.error("still open when the process ended")
             item.end()
+        _write_ended()
         if not level:
             return
         _apply(OFF)

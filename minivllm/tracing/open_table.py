@@ -1,4 +1,4 @@
-"""A memory-mapped flight recorder: the spans that are open.
+"""A memory-mapped flight recorder: the spans that are open, and those that have ended a moment ago.
 
 vLLM 0.25.1: none (spans of a killed process are lost)
 Articles: part 2 §2.6
@@ -6,6 +6,10 @@ Articles: part 2 §2.6
 A SIGKILL leaves no time to write anything, and one line in a journal per RPC would cost more than the RPC. So each
 process keeps a small table in a file that it has mapped: what was stored there is in the page cache and outlives
 the process. Attributes are not kept; who reads the run has the name, ids, times and the process.
+
+A span that has ended stays, with its end, until another one needs the slot, which is not before it is in the spool. So a
+span that is in both is none that is missing, and one that is here only is one whose process was killed before its next
+wait.
 
 Header of 64 bytes: magic, u32 pid, u32 slots, i64 clock offset (wall minus monotonic, ns).
 Slot of 64 bytes: u16 catalogue index (0: free), u16 unused, u32 thread id, u64 span id, u64 parent id,
@@ -22,23 +26,30 @@ from typing import NamedTuple
 
 MAGIC = b"MVOPEN1\0"
 SLOT_BYTES = 64
+SLOT_SHIFT = 6
 SLOTS = 4096
+STOCK = 64  # spans that end without their process waiting are written in lots of about so many
 HEADER = struct.Struct("<8sIIq")
 SLOT = struct.Struct("<HHIQQQQ16s")
 OPEN_SLOT = struct.Struct("<H2xIQQQ8x16s")  # the same without an end
+_END_WORD = 4
 FREE = 0  # stored over the first byte of the index: the catalogue has fewer than 256 rows
 
 
 class OpenTable:
-    """The writer's side: `memory` is the mapping, `free` a stack of the offsets of slots that nobody uses.
+    """The writer's side.
 
-    The hot path takes an offset from `free`, packs OPEN_SLOT there, and stores FREE and gives the offset back when the span
-    has ended and is in the spool. A full table drops what does not fit: such a span is still recorded, but a kill
-    while it is open would lose it. The mapping is never closed but left to the garbage collector, since a thread may
-    just be writing to it.
+    The hot path takes a slot's number from `free` and packs OPEN_SLOT there; when the span ends it stores the time into
+    `ends`. Whoever has put the span into the spool gives the number back to `free`, and leaves the slot as it is. Slot
+    numbers start at 1. A full table drops what does not fit: such a span is still recorded, but a kill while it is open
+    would lose it. The mapping is never closed but left to the garbage collector, since a thread may just be writing to it.
+
+    Attributes:
+        free: a stack of numbers of slots that nobody uses, few of them: when it is empty, it is time to write spans.
+        ends: the end of each slot, by its number.
     """
 
-    __slots__ = ("free", "memory")
+    __slots__ = ("_reserve", "ends", "free", "memory")
 
     def __init__(self, path: Path, pid: int, clock_offset_ns: int) -> None:
         size = SLOT_BYTES * (SLOTS + 1)
@@ -49,11 +60,21 @@ class OpenTable:
         finally:
             os.close(fd)
         HEADER.pack_into(self.memory, 0, MAGIC, pid, SLOTS, clock_offset_ns)
-        self.free = list(range(SLOTS * SLOT_BYTES, 0, -SLOT_BYTES))
+        self.ends = memoryview(self.memory).cast("Q")[_END_WORD :: SLOT_BYTES // 8]
+        self._reserve = list(range(SLOTS, 0, -1))
+        self.free: list[int] = []
+        self.grow()
+
+    def grow(self) -> bool:
+        """Give out more slots, since so many spans are open; False: there are none."""
+        taken = self._reserve[-STOCK:]
+        del self._reserve[-STOCK:]
+        self.free.extend(taken)
+        return bool(taken)
 
     def release(self, slot: int) -> None:
-        """Free the slot of a span that is in the file."""
-        self.memory[slot] = FREE
+        """Free the slot of a span that will be in another file."""
+        self.memory[slot << SLOT_SHIFT] = FREE
         self.free.append(slot)
 
 
@@ -83,7 +104,8 @@ def read_table(path: Path) -> list[TableEntry]:
     entries = []
     for position in range(SLOT_BYTES, len(data) - SLOT_BYTES + 1, SLOT_BYTES):
         index, _, thread_id, span_id, parent_id, start_ns, end_ns, trace_id = SLOT.unpack_from(data, position)
-        if 0 < index <= len(BY_INDEX):
+        # Without a trace id: a kill came while the slot was being filled, before the step had begun.
+        if 0 < index <= len(BY_INDEX) and any(trace_id):
             entries.append(
                 TableEntry(
                     name=BY_INDEX[index - 1].name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(minivllm.__file__))) + os.sep
 _sites: dict[tuple[CodeType, int], Site] = {}
+
+threads: dict[int, ThreadState] = {}
+"""Those that live, by the id of the object."""
+
+at_thread_end: list[Callable[[], None]] = []
+"""What a thread that has recorded something does last; from ended.py."""
 
 
 class Site(msgspec.Struct, frozen=True, eq=False):
@@ -59,11 +66,31 @@ class ThreadState:
         )
 
 
+class _Farewell:
+    """Goes with its thread."""
+
+    __slots__ = ("_thread",)
+
+    def __init__(self, thread: ThreadState) -> None:
+        self._thread = id(thread)
+
+    def __del__(self) -> None:
+        threads.pop(self._thread, None)
+        for farewell in at_thread_end:
+            farewell()
+
+
 class ThreadLocal(threading.local):
     """Holds the ThreadState of the calling thread."""
 
     def __init__(self) -> None:
-        self.thread = ThreadState()
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, with no span open."""
+        thread = self.thread = ThreadState()
+        threads[id(thread)] = thread
+        self._farewell = _Farewell(thread)
 
 
 local = ThreadLocal()

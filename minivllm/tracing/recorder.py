@@ -30,7 +30,7 @@ class Recorder:
 
     Attributes:
         finished: spans that ended and that no sink has yet; appended to by any thread, never replaced.
-        open: spans that have started and not ended, by span id.
+        open: spans that have started and not ended, by span id; those of the hot path are only on their thread's stack.
         idle: True while the thread sleeps without a deadline; whoever appends then calls wake().
         files: the trace files, when the run has a directory.
         sinks: takers of finished spans besides the files; never replaced.
@@ -81,7 +81,7 @@ class Recorder:
                 wake.set()
 
     def drain(self) -> None:
-        """Have everything that has ended so far with the sinks, and as OTLP/JSON in the file."""
+        """Have everything that has been written so far with the sinks, and as OTLP/JSON in the file."""
         self.hand_on()
         with self.lock:
             if self.files is not None:

@@ -23,10 +23,12 @@ import msgspec
 
 from minivllm.tracing import context, failpoints
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
+from minivllm.tracing.ended import ended, make_room, no_room, use, write_at_once, write_ended
+from minivllm.tracing.ended import forget as forget_ended
 from minivllm.tracing.gate import STEPS, Gate
-from minivllm.tracing.open_table import FREE, OPEN_SLOT
+from minivllm.tracing.open_table import OPEN_SLOT, SLOT_SHIFT
 from minivllm.tracing.parents import parents
-from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, make_site
+from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, make_site, threads
 from minivllm.tracing.place import local as _local
 from minivllm.tracing.recorder import recorder
 from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
@@ -44,13 +46,14 @@ _failpoints: dict[str, list[failpoints.Failpoint]] = {}
 _gate: Gate | None = None
 _halts: frozenset[str] = frozenset()  # names at whose begin a failpoint or the gate wants to be asked
 _sites: list[Site | None] = [None] * (len(BY_INDEX) + 1)
-_append = recorder.finished.append
+_placed: set[int] = set()  # rows of the catalogue whose place the spool knows
 _open = recorder.open
 _table_memory: mmap.mmap | bytearray = bytearray()
-_table_free: list[int] = []
+_table_ends = memoryview(bytearray(8)).cast("Q")
+_take_slot: Callable[[], int] = no_room
 _pack_slot = OPEN_SLOT.pack_into
 _spool: Spool | None = None
-_sinks = recorder.sinks
+_keep: Callable[[Span], object] = ended.append
 _unpack = context.PACKED.unpack
 
 
@@ -62,9 +65,6 @@ class Span(msgspec.Struct, gc=False, eq=False):
 
     spec: SpanSpec
     attributes: dict[str, Any]
-    kind: str
-    links: tuple[bytes, ...]
-    site: Site | None
     thread: ThreadState
     outer: Span | None
     trace_id: bytes
@@ -74,6 +74,9 @@ class Span(msgspec.Struct, gc=False, eq=False):
     slot: int = 0
     end_ns: int = 0
     depth: int = -1
+    links: tuple[bytes, ...] = ()
+    own_kind: str = ""  # where it is another one than the catalogue's
+    site: Site | None = None
     status: int = STATUS_UNSET
     status_message: str = ""
     events: list[tuple[int, str, dict[str, Any]]] | None = None
@@ -81,6 +84,10 @@ class Span(msgspec.Struct, gc=False, eq=False):
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def kind(self) -> str:
+        return self.own_kind or self.spec.kind
 
     @property
     def place(self) -> Site:
@@ -99,7 +106,10 @@ class Span(msgspec.Struct, gc=False, eq=False):
 
     def set(self, attrs: dict[str, Any] | None = None, **attributes: Any) -> None:
         """Add attributes: `foo=` becomes `minivllm.foo`, names with dots go through `attrs` unchanged."""
-        self.attributes.update(attributes)
+        if self.attributes:
+            self.attributes.update(attributes)
+        else:
+            self.attributes = attributes
         if attrs:
             self.attributes.update(attrs)
 
@@ -142,28 +152,50 @@ class Span(msgspec.Struct, gc=False, eq=False):
 
     def end(self) -> None:
         """End the span, in any thread. Ending it again, or after shutdown(), does nothing."""
-        # Whoever takes it out of the table of open spans has ended it.
-        if _open.pop(self.span_id, None) is None:
-            return
-        self.end_ns = monotonic_ns()
-        if _spool is not None:
-            _spool.keep(self)
-            # Only now: between the two the reader sees it twice, and never not at all.
+        if not self.end_ns:
+            end_ns = self.end_ns = monotonic_ns()
             if slot := self.slot:
-                self.slot = 0
-                _table_memory[slot] = FREE
-                _table_free.append(slot)
-        if _sinks:
-            _append(self)
-            if recorder.idle:
-                recorder.wake()
+                _table_ends[slot] = end_ns
+            _keep(self)
 
     def __enter__(self) -> Span:
         thread = self.thread
         thread.current = self
         if thread.board is not None and self.spec.level <= RPC:
             self.depth = thread.board.push(self.spec.index)
-        if _halts and self.spec.name in _halts:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        thread = self.thread
+        thread.current = self.outer
+        if self.depth >= 0 and thread.board is not None:
+            thread.board.restore(self.depth)
+        if exc is not None:
+            self.record_exception(exc)
+            self.end()
+            write_ended()
+        elif not self.end_ns:
+            # The body of end(), once more: a call less.
+            end_ns = self.end_ns = monotonic_ns()
+            if slot := self.slot:
+                _table_ends[slot] = end_ns
+            _keep(self)
+
+
+class _Cold(Span, gc=False, eq=False):
+    """A step of the lifecycle, one that start_span() began, or one where something may happen: few, and written at once."""
+
+    def end(self) -> None:
+        # Whoever takes it out of what is open has ended it.
+        if _open.pop(self.span_id, None) is not None:
+            super().end()
+            write_ended()
+
+    def __enter__(self) -> Span:
+        super().__enter__()
+        if self.spec.name in _halts:
             try:
                 _halt(self)
             except BaseException as error:
@@ -183,7 +215,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
         self.end()
 
 
-class _Root(Span, gc=False, eq=False):
+class _Root(_Cold, gc=False, eq=False):
     """A span that is the parent of what threads without an open span record."""
 
     def end(self) -> None:
@@ -199,7 +231,7 @@ class _Root(Span, gc=False, eq=False):
         super().__exit__(exc_type, exc, tb)
 
 
-class _Step(Span, gc=False, eq=False):
+class _Step(_Cold, gc=False, eq=False):
     """A step that is not recorded but shows on the board and has failpoints; it has the ids of the span around it."""
 
     def event(self, name: str, attrs: dict[str, Any] | None = None, **attributes: Any) -> None: ...
@@ -231,7 +263,7 @@ class _NullSpan(Span, gc=False, eq=False):
     ) -> None: ...
 
 
-NULL: Span = _NullSpan(BY_INDEX[0], {}, "internal", (), None, _local.thread, None, b"", 0, 0, 0)
+NULL: Span = _NullSpan(BY_INDEX[0], {}, _local.thread, None, b"", 0, 0, 0)
 
 
 def span(
@@ -278,25 +310,26 @@ def span(
         trace_id, parent_id = parents.find(None, name)
     span_id = next(_ids)
     start_ns = monotonic_ns()
-    slot = 0
-    if _table_free:
-        slot = _table_free.pop()
-        _pack_slot(_table_memory, slot, entry.index, thread.native_id, span_id, parent_id, start_ns, trace_id)
-    item = Span(
-        entry,
-        attributes,
-        kind or entry.kind,
-        links,
-        None,
-        thread,
-        outer,
-        trace_id,
-        span_id,
-        parent_id,
-        start_ns,
-        slot,
-    )
-    _open[span_id] = item
+    try:
+        slot = _take_slot()
+    except IndexError:
+        slot = make_room()
+    if slot:
+        _pack_slot(
+            _table_memory,
+            slot << SLOT_SHIFT,
+            entry.index,
+            thread.native_id,
+            span_id,
+            parent_id,
+            start_ns,
+            trace_id,
+        )
+    item = Span(entry, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot)
+    if links:
+        item.links = links
+    if kind and kind != entry.kind:
+        item.own_kind = kind
     return item
 
 
@@ -310,7 +343,6 @@ def _cold_span(
 ) -> Span:
     """The rare cases of span(): a step of the lifecycle, one that is not recorded, or the first of its name."""
     thread = _local.thread
-    kind = kind or entry.kind
     if entry.level > _level:
         return _step(entry, thread, attributes, kind)
     site = find_site(frame)
@@ -322,16 +354,19 @@ def _cold_span(
 
 
 def _make_hot(entry: SpanSpec, site: Site) -> None:
-    _sites[entry.index] = site
-    if _spool is not None:
-        _spool.place(entry.index, site)
-    _hot[entry.name] = entry
+    if entry.index not in _placed:
+        _placed.add(entry.index)
+        _sites[entry.index] = site
+        if _spool is not None:
+            _spool.place(entry.index, site)
+    if entry.name not in _halts:
+        _hot[entry.name] = entry
 
 
 def _step(entry: SpanSpec, thread: ThreadState, attributes: dict[str, Any], kind: str) -> Span:
     outer = thread.current
     ids = (outer.trace_id, outer.span_id) if outer is not None else (b"", 0)
-    return _Step(entry, attributes, kind, (), None, thread, outer, *ids, 0, 0)
+    return _Step(entry, attributes, thread, outer, *ids, 0, 0, own_kind=kind)
 
 
 def start_span(
@@ -371,9 +406,7 @@ def start_at(
     thread = _local.thread
     item = NULL
     if entry.level <= _level:
-        item = _start(
-            entry, attributes, kind or entry.kind, links, site, thread, parent, start_ns, entry.name == "run"
-        )
+        item = _start(entry, attributes, kind, links, site, thread, parent, start_ns, entry.name == "run")
     if entry.name in _halts:
         try:
             _halt(item, entry)
@@ -402,15 +435,21 @@ def _start(
     else:
         trace_id, parent_id = outer.trace_id, outer.span_id
     span_id = next(_ids)
-    slot = 0
-    if _table_free:
-        slot = _table_free.pop()
-        _pack_slot(_table_memory, slot, entry.index, thread.native_id, span_id, parent_id, start_ns, trace_id)
+    try:
+        slot = _take_slot()
+    except IndexError:
+        slot = make_room()
+    if slot:
+        at = slot << SLOT_SHIFT
+        _pack_slot(_table_memory, at, entry.index, thread.native_id, span_id, parent_id, start_ns, trace_id)
     if root is None:
         root = entry.level == LIFECYCLE and outer is None and thread.main
-    item = (_Root if root else Span)(
-        entry, attributes, kind, links, site, thread, outer, trace_id, span_id, parent_id, start_ns, slot
+    item = (_Root if root else _Cold)(
+        entry, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot, 0, -1, links
     )
+    item.site = site
+    if kind != entry.kind:
+        item.own_kind = kind
     _open[span_id] = item
     if root:
         parents.roots.append(item)
@@ -437,16 +476,18 @@ def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if name not in _enabled:
                 return function(*args, **kwargs)
+            if name in _hot:
+                with span(name, **attributes):
+                    return function(*args, **kwargs)
             thread = _local.thread
             if entry.level > _level:
-                item = _step(entry, thread, attributes, entry.kind)
+                item = _step(entry, thread, attributes, "")
             else:
                 place: Site | None = site
                 if entry.level > LIFECYCLE:
                     place = None
-                    if name not in _hot:
-                        _make_hot(entry, site)
-                item = _start(entry, attributes.copy(), entry.kind, (), place, thread, None, monotonic_ns())
+                    _make_hot(entry, site)
+                item = _start(entry, attributes.copy(), "", (), place, thread, None, monotonic_ns())
             with item:
                 return function(*args, **kwargs)
 
@@ -484,12 +525,25 @@ def _halt(item: Span, entry: SpanSpec | None = None) -> None:
             failpoints.act(failpoint, save_before_death)
 
 
+def open_spans() -> list[Span]:
+    """Recorded spans of all threads that have not ended, of all levels."""
+    found = dict(_open)
+    for thread in list(threads.values()):
+        item = thread.current
+        while item is not None:
+            if item.recording:
+                found[item.span_id] = item
+            item = item.outer
+    return list(found.values())
+
+
 def save_before_death() -> None:
     """Hand on finished spans and journal the open ones of all levels, as far as this can still be done."""
+    write_ended()
     recorder.hand_on()
     with recorder.lock:
         if recorder.files is not None:
-            for item in list(_open.values()):
+            for item in open_spans():
                 recorder.files.journal(item)
 
 
@@ -502,7 +556,18 @@ def apply(
     level: int, active_failpoints: dict[str, list[failpoints.Failpoint]], gate: Gate | None = None
 ) -> None:
     """Set what the hot path looks at."""
-    global _level, _failpoints, _gate, _halts, _enabled, _hot, _table_memory, _table_free, _spool
+    global \
+        _level, \
+        _failpoints, \
+        _gate, \
+        _halts, \
+        _enabled, \
+        _hot, \
+        _table_memory, \
+        _table_ends, \
+        _take_slot, \
+        _spool, \
+        _keep
     _level, _failpoints, _gate = level, active_failpoints, gate
     _halts = frozenset(active_failpoints) | (STEPS if gate is not None else frozenset())
     # Lifecycle spans are always real, since the step board must be right with tracing off, too.
@@ -511,11 +576,18 @@ def apply(
         name: entry for name, entry in SPANS.items() if entry.level <= visible or name in active_failpoints
     }
     _hot = {}
+    _placed.clear()
     files = recorder.files
     if files is not None and level:
-        _table_memory, _table_free, _spool = files.table.memory, files.table.free, files.spool
+        _table_memory, _table_ends, _spool = files.table.memory, files.table.ends, files.spool
+        use(files.table, _spool)
+        _take_slot = files.table.free.pop
     else:
-        _table_free, _spool = [], None  # the memory stays for spans that are just ending
+        # The memory stays for spans that are just ending.
+        _take_slot, _spool = no_room, None
+        use(None, None)
+    # Whoever looks on from elsewhere wants to see what happens when it happens.
+    _keep = write_at_once if recorder.sinks else ended.append
 
 
 def forget() -> None:
@@ -524,5 +596,10 @@ def forget() -> None:
     _ids = context.new_span_ids()
     packed = pack_context()
     parents.forget(context.unpack(packed) if packed else None)
-    _local.thread = ThreadState()  # without the board: that line is the parent's
+    for item in open_spans():
+        item.slot = 0
+        item.end_ns = item.start_ns  # the parent's to end
+    threads.clear()
+    _local.renew()  # without the board: that line is the parent's
+    forget_ended()
     recorder.forget()

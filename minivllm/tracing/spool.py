@@ -1,4 +1,4 @@
-"""The spool: spans go into the file in the moment they end, in a form that costs the traced thread next to nothing.
+"""The spool: spans go into the file when their process begins to wait, in a form that costs the traced thread next to nothing.
 
 vLLM 0.25.1: none (the SDK's BatchSpanProcessor, whose spans are lost when a process is killed)
 Articles: part 2 §2.6
@@ -9,7 +9,7 @@ whoever reads the run before.
 
 Each record has a frame of u32 length and u32 CRC-32 of what follows: a MessagePack array, one of the classes below.
 A unit of the file that has no room for the next record ends in zeros. A record that a kill has torn fails its CRC;
-its span is then still in the open table.
+its spans are then still in the open table.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 UNIT_BYTES = 256 * 1024
 SPANS_PER_LINE = 128
 FRAME = struct.Struct("<II")
-_HOT = 3
+_HOT, _LOT = 3, 4
 _NOWHERE = '{"key":"code.function.name","value":{"stringValue":"?"}}'
 
 
@@ -78,8 +78,14 @@ class HotRecord(msgspec.Struct, array_like=True, tag=_HOT):
     links: tuple[bytes, ...]
 
 
+class _Lot(msgspec.Struct, array_like=True, tag=_LOT):
+    """Spans that were written together."""
+
+    spans: list[HotRecord]
+
+
 _encode = msgspec.msgpack.Encoder(enc_hook=str).encode
-_decode = msgspec.msgpack.Decoder(_Resource | _Place | _Text | HotRecord).decode
+_decode = msgspec.msgpack.Decoder(_Resource | _Place | _Text | _Lot).decode
 _frame = FRAME.pack
 
 
@@ -145,17 +151,18 @@ class Spool:
                     self._failed = True
                     logger.warning("the trace is incomplete: %s: %s", self.path, error)
 
-    def keep(self, item: Span) -> None:
-        """Write a span that has ended."""
-        entry, thread = item.spec, item.thread
-        if item.site is not None or item.events is not None or item.status or item.kind != entry.kind:
-            self._keep_as_text(item)
-            return
-        try:
-            record = _encode(
+    def keep(self, spans: list[Span]) -> None:
+        """Write spans that have ended."""
+        hot = []
+        for item in spans:
+            if item.site is not None or item.events is not None or item.status or item.own_kind:
+                self._keep_as_text(item)
+                continue
+            thread = item.thread
+            hot.append(
                 (
                     _HOT,
-                    entry.index,
+                    item.spec.index,
                     item.span_id,
                     item.parent_id,
                     item.trace_id,
@@ -167,15 +174,20 @@ class Spool:
                     item.links,
                 )
             )
-        except Exception:  # an attribute that MessagePack cannot say
-            self._keep_as_text(item)
+        if not hot:
             return
-        # The body of append(), once more: a call less.
-        record = _frame(len(record), crc32(record)) + record
         try:
-            self.write(record)
-        except ValueError:
-            self._append_to_next_unit(record)
+            lot = _encode((_LOT, hot))
+        except Exception:
+            for record in hot:
+                try:
+                    lot = _encode((_LOT, [record]))
+                except Exception:  # an attribute that MessagePack cannot say
+                    self._keep_as_text(next(item for item in spans if item.span_id == record[2]))
+                else:
+                    self.append(lot)
+            return
+        self.append(lot)
 
     def _keep_as_text(self, item: Span) -> None:
         try:
@@ -227,13 +239,8 @@ class SpoolReader:
             except msgspec.MsgspecError:
                 self.damaged += 1
                 continue
-            if isinstance(record, HotRecord):
-                if not 0 < record.index <= len(BY_INDEX):
-                    continue  # of another version
-                place = self._places.get(record.index, _NOWHERE)
-                spans.append(
-                    encode.hot_span(record, BY_INDEX[record.index - 1], self._clock_offset_ns, place)
-                )
+            if isinstance(record, _Lot):
+                spans.extend(self._spans_of(record))
             elif isinstance(record, _Text):
                 spans.append(record.text)
             elif isinstance(record, _Place):
@@ -243,11 +250,17 @@ class SpoolReader:
                     yield encode.line(self._resource, spans)
                     spans = []
                 self._resource, self._clock_offset_ns = record.text, record.clock_offset_ns
-            if len(spans) == SPANS_PER_LINE:
+            if len(spans) >= SPANS_PER_LINE:
                 yield encode.line(self._resource, spans)
                 spans = []
         if spans:
             yield encode.line(self._resource, spans)
+
+    def _spans_of(self, lot: _Lot) -> Iterator[str]:
+        for span in lot.spans:
+            if 0 < span.index <= len(BY_INDEX):  # else of another version
+                place = self._places.get(span.index, _NOWHERE)
+                yield encode.hot_span(span, BY_INDEX[span.index - 1], self._clock_offset_ns, place)
 
     def _bodies(self, data: bytes | mmap.mmap) -> Iterator[bytes]:
         end = len(data)
