@@ -192,7 +192,8 @@ class GroupCoordinator:
         if self.world_size == 1:
             return input_
         if tracing.messages:
-            with tracing.span("dist.all_reduce", group=self.unique_name, bytes=input_.nbytes):
+            attrs = {"group": self.unique_name, "bytes": input_.nbytes}
+            with tracing.span("dist.all_reduce", attrs=attrs):
                 return self._all_reduce(input_)
         return self._all_reduce(input_)
 
@@ -201,7 +202,8 @@ class GroupCoordinator:
         if self.world_size == 1:
             return input_
         if tracing.messages:
-            with tracing.span("dist.all_gather", group=self.unique_name, bytes=input_.nbytes):
+            attrs = {"group": self.unique_name, "bytes": input_.nbytes}
+            with tracing.span("dist.all_gather", attrs=attrs):
                 return self._all_gather(input_, dim)
         return self._all_gather(input_, dim)
 

@@ -314,13 +314,14 @@ class MultiprocExecutor(Executor):
     ) -> Any:
         name = method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
         replies = "all" if unique_reply_rank is None or kv_output_aggregator else f"rank {unique_reply_rank}"
-        with tracing.span(
-            "rpc.call",
-            attrs={"rpc.system.name": "minivllm", "rpc.method": name},
-            replies=replies,
-            timeout_s=timeout,
-            non_block=non_block,
-        ) as span:
+        attrs = {
+            "replies": replies,
+            "timeout_s": timeout,
+            "non_block": non_block,
+            "rpc.system.name": "minivllm",
+            "rpc.method": name,
+        }
+        with tracing.span("rpc.call", attrs=attrs) as span:
             call = self._submit(
                 method, timeout, args, kwargs, unique_reply_rank, kv_output_aggregator, span.context
             )

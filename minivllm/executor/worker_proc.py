@@ -211,11 +211,18 @@ class WorkerProc:
         context: bytes,
     ) -> None:
         replies = reply_rank is None or reply_rank == self.rank
-        attrs = {"rpc.system.name": "minivllm", "rpc.method": _name_of(method)}
-        with tracing.span(
-            "rpc.execute", parent=context, attrs=attrs, seq=number, rank=self.rank, replies=replies
-        ):
-            with tracing.span("rpc.resolve_method", cached=method in methods):
+        attrs = {
+            "seq": number,
+            "rank": self.rank,
+            "replies": replies,
+            "rpc.system.name": "minivllm",
+            "rpc.method": _name_of(method),
+        }
+        with tracing.span("rpc.execute", parent=context, attrs=attrs):
+            if tracing.messages:
+                with tracing.span("rpc.resolve_method", cached=method in methods):
+                    func = methods.get(method) or self._resolve_method(methods, method)
+            else:
                 func = methods.get(method) or self._resolve_method(methods, method)
             output = func(*args, **kwargs) if kwargs else func(*args)
             if replies:

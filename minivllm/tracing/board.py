@@ -3,9 +3,9 @@
 vLLM 0.25.1: none (a dead or late worker is reported without the step it was in)
 Articles: part 2 §2.3.2
 
-Layout of the line, native byte order: u32 depth, then 14 u16 catalogue indices, outermost first. One writer (the
-thread that attached the board), any number of readers; no lock, since a torn read only yields a step that was
-open a moment ago.
+Layout of the line, native byte order: up to 14 u16 catalogue indices, outermost first, and zeros. One writer (the thread
+that attached the board), any number of readers; no lock, since a torn read only yields a step that was open a moment
+ago.
 """
 
 from __future__ import annotations
@@ -19,36 +19,42 @@ MAX_DEPTH = 14
 
 
 class Board:
-    """The writer's side."""
+    """The writer's side.
 
-    __slots__ = ("_depth", "_open", "_steps")
+    The hot path does what `push` and `restore` do by itself.
+
+    Attributes:
+        open: how many steps are open.
+        steps: `[MAX_DEPTH + 1]`, zero from `open` on.
+    """
+
+    __slots__ = ("open", "steps")
 
     def __init__(self, memory: memoryview) -> None:
         if memory.nbytes < BOARD_BYTES:
             raise ValueError(f"a step board needs {BOARD_BYTES} bytes, got {memory.nbytes}")
-        line = memory.cast("B")[:BOARD_BYTES]
-        self._depth = line[:4].cast("I")
-        self._steps = line[4 : 4 + 2 * MAX_DEPTH].cast("H")
-        self._open = 0
-        self._depth[0] = 0
+        self.steps = memory.cast("B")[:BOARD_BYTES].cast("H")
+        self.open = 0
+        self.restore(0)
 
     def push(self, index: int) -> int:
         """Open a step; returns the depth to give to `restore` when it ends."""
-        depth = self._open
-        # The entry is written before the depth that makes it visible.
+        depth = self.open
         if depth < MAX_DEPTH:
-            self._steps[depth] = index
-        self._open = self._depth[0] = depth + 1
+            self.steps[depth] = index
+        self.open = depth + 1
         return depth
 
     def restore(self, depth: int) -> None:
         """End a step and whatever was opened inside it and not ended."""
-        self._open = self._depth[0] = depth
+        self.open = depth
+        # From the outermost on: what is behind a zero does not show.
+        for place in range(depth, MAX_DEPTH + 1):
+            self.steps[place] = 0
 
     def release(self) -> None:
         """Let go of the memory, so that its owner can unmap it. What it shows stays."""
-        self._depth.release()
-        self._steps.release()
+        self.steps.release()
 
 
 _attached: ThreadState | None = None
@@ -88,7 +94,10 @@ def read_board(memory: memoryview) -> list[str]:
 
     A line that nobody has written yet, or one that holds garbage, gives an empty list or skips the bad entries.
     """
-    line = memory.cast("B")[:BOARD_BYTES]
-    depth = min(line[:4].cast("I")[0], MAX_DEPTH)
-    steps = line[4 : 4 + 2 * MAX_DEPTH].cast("H")[:depth].tolist()
-    return [BY_INDEX[index - 1].name for index in steps if 0 < index <= len(BY_INDEX)]
+    names = []
+    for index in memory.cast("B")[:BOARD_BYTES].cast("H"):
+        if not index:
+            break
+        if index <= len(BY_INDEX):
+            names.append(BY_INDEX[index - 1].name)
+    return names

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 VERSION = "0.1.0"
 KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
 _INT64 = 1 << 63
+# Lists that are text to whoever reads them; the hot path leaves it to the reader to put them into words.
+_AS_TEXT = frozenset({"req_ids", "num_tokens_per_req"})
 _text_cache: dict[str, str] = {}
 _key_cache: dict[str, str] = {}
 
@@ -44,6 +46,11 @@ def quote(text: str) -> str:
 def attribute_name(name: str) -> str:
     """Our own attributes start with `minivllm.`; dotted names are the conventions' and stay."""
     return name if "." in name else "minivllm." + name
+
+
+def in_words(name: str, value: Any) -> Any:
+    """The value that an attribute has outside."""
+    return str(value) if name in _AS_TEXT else value
 
 
 def _value(value: Any) -> str:
@@ -92,7 +99,7 @@ def attributes(items: Mapping[str, Any]) -> str:
         elif kind is str:
             parts.append(f'{start}{{"stringValue":{_text_cache.get(value) or quote(value)}}}}}')
         elif value is not None:
-            parts.append(f"{start}{_value(value)}}}")
+            parts.append(f"{start}{_value(in_words(name, value))}}}")
     return ",".join(parts)
 
 

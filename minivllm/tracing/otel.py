@@ -18,7 +18,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from minivllm.tracing.context import unpack
-from minivllm.tracing.encode import VERSION, attribute_name
+from minivllm.tracing.encode import VERSION, attribute_name, in_words
 from minivllm.tracing.process import clock, identity
 
 if TYPE_CHECKING:
@@ -71,7 +71,11 @@ def _context(trace_id: bytes, span_id: int, remote: bool = False) -> SpanContext
 
 def _attributes(items: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes in types that the SDK takes: scalars and lists of one kind of scalar; the rest becomes text."""
-    return {attribute_name(name): _plain(value) for name, value in items.items() if value is not None}
+    return {
+        attribute_name(name): _plain(in_words(name, value))
+        for name, value in items.items()
+        if value is not None
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -22,14 +22,14 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from minivllm.tracing import context, failpoints
+from minivllm.tracing.board import MAX_DEPTH
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
 from minivllm.tracing.ended import ended, make_room, no_room, use, write_at_once, write_ended
 from minivllm.tracing.ended import forget as forget_ended
 from minivllm.tracing.gate import STEPS, Gate
 from minivllm.tracing.open_table import OPEN_SLOT, SLOT_SHIFT
 from minivllm.tracing.parents import parents
-from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, make_site, threads
-from minivllm.tracing.place import local as _local
+from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, local, make_site, threads
 from minivllm.tracing.recorder import recorder
 from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
 from minivllm.tracing.spool import Spool
@@ -40,21 +40,26 @@ STATUS_UNSET, STATUS_OK, STATUS_ERROR = 0, 1, 2
 
 _level = OFF
 _enabled: dict[str, SpanSpec] = {}
-_hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
-_ids = context.new_span_ids()
 _failpoints: dict[str, list[failpoints.Failpoint]] = {}
 _gate: Gate | None = None
 _halts: frozenset[str] = frozenset()  # names at whose begin a failpoint or the gate wants to be asked
 _sites: list[Site | None] = [None] * (len(BY_INDEX) + 1)
 _placed: set[int] = set()  # rows of the catalogue whose place the spool knows
 _open = recorder.open
-_table_memory: mmap.mmap | bytearray = bytearray()
-_table_ends = memoryview(bytearray(8)).cast("Q")
+_spool: Spool | None = None
+
+# What a span of the hot path needs, together: they share lines of the cache, in which they rarely are.
+_hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
+_local = local
+_pack, _unpack = context.PACKED.pack, context.PACKED.unpack
+_next_id = context.new_span_ids().__next__
+_now = monotonic_ns
 _take_slot: Callable[[], int] = no_room
 _pack_slot = OPEN_SLOT.pack_into
-_spool: Spool | None = None
+_table_memory: mmap.mmap | bytearray = bytearray()
+_SHIFT = SLOT_SHIFT
+_table_ends = memoryview(bytearray(8)).cast("Q")
 _keep: Callable[[Span], object] = ended.append
-_unpack = context.PACKED.unpack
 
 
 class Span(msgspec.Struct, gc=False, eq=False):
@@ -102,7 +107,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
     @property
     def context(self) -> bytes:
         """25 bytes that make a span elsewhere a child of this one; b"" when tracing is off."""
-        return context.pack(self.trace_id, self.span_id) if self.span_id else b""
+        return _pack(self.trace_id, self.span_id, 1) if self.span_id else b""
 
     def set(self, attrs: dict[str, Any] | None = None, **attributes: Any) -> None:
         """Add attributes: `foo=` becomes `minivllm.foo`, names with dots go through `attrs` unchanged."""
@@ -119,7 +124,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
             attributes.update(attrs)
         if self.events is None:
             self.events = []
-        self.events.append((monotonic_ns(), name, attributes))
+        self.events.append((_now(), name, attributes))
 
     def link(self, packed: bytes) -> None:
         """Refer to a span elsewhere that is not the parent, such as the enqueue of the message just dequeued."""
@@ -153,7 +158,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
     def end(self) -> None:
         """End the span, in any thread. Ending it again, or after shutdown(), does nothing."""
         if not self.end_ns:
-            end_ns = self.end_ns = monotonic_ns()
+            end_ns = self.end_ns = _now()
             if slot := self.slot:
                 _table_ends[slot] = end_ns
             _keep(self)
@@ -161,8 +166,13 @@ class Span(msgspec.Struct, gc=False, eq=False):
     def __enter__(self) -> Span:
         thread = self.thread
         thread.current = self
-        if thread.board is not None and self.spec.level <= RPC:
-            self.depth = thread.board.push(self.spec.index)
+        board = thread.board
+        if board is not None and self.spec.level <= RPC:
+            # The body of Board.push(), once more: a call less.
+            depth = self.depth = board.open
+            if depth < MAX_DEPTH:
+                board.steps[depth] = self.spec.index
+            board.open = depth + 1
         return self
 
     def __exit__(
@@ -170,15 +180,20 @@ class Span(msgspec.Struct, gc=False, eq=False):
     ) -> None:
         thread = self.thread
         thread.current = self.outer
-        if self.depth >= 0 and thread.board is not None:
-            thread.board.restore(self.depth)
+        depth = self.depth
+        if depth >= 0 and (board := thread.board) is not None:
+            if board.open == depth + 1 < MAX_DEPTH:
+                board.open = depth
+                board.steps[depth] = 0
+            else:
+                board.restore(depth)
         if exc is not None:
             self.record_exception(exc)
             self.end()
             write_ended()
         elif not self.end_ns:
             # The body of end(), once more: a call less.
-            end_ns = self.end_ns = monotonic_ns()
+            end_ns = self.end_ns = _now()
             if slot := self.slot:
                 _table_ends[slot] = end_ns
             _keep(self)
@@ -282,7 +297,8 @@ def span(
         parent: packed context of the parent; None or b"" takes the thread's innermost open span.
         links: packed contexts of spans that this one refers to.
         kind: "internal", "client", "server", "producer" or "consumer"; the catalogue's when empty.
-        attrs: attributes whose names have dots (the conventions' names).
+        attrs: attributes whose names have dots (the conventions' names). Given alone, the span keeps this very object,
+            which is what costs a hot path least.
         attributes: our own attributes; `foo` is written as `minivllm.foo`.
 
     Raises:
@@ -298,7 +314,10 @@ def span(
             attributes.update(attrs)
         return _cold_span(SPANS[name], sys._getframe(1), parent, links, kind, attributes)
     if attrs is not None:
-        attributes.update(attrs)
+        if attributes:
+            attributes.update(attrs)
+        else:
+            attributes = attrs
     thread = _local.thread
     outer = thread.current
     if parent:
@@ -308,8 +327,8 @@ def span(
         parent_id = outer.span_id
     else:
         trace_id, parent_id = parents.find(None, name)
-    span_id = next(_ids)
-    start_ns = monotonic_ns()
+    span_id = _next_id()
+    start_ns = _now()
     try:
         slot = _take_slot()
     except IndexError:
@@ -317,7 +336,7 @@ def span(
     if slot:
         _pack_slot(
             _table_memory,
-            slot << SLOT_SHIFT,
+            slot << _SHIFT,
             entry.index,
             thread.native_id,
             span_id,
@@ -349,8 +368,8 @@ def _cold_span(
     if entry.level > LIFECYCLE:
         # Spans of the hot path keep the place of their first emission: looking it up each time costs too much.
         _make_hot(entry, site)
-        return _start(entry, attributes, kind, links, None, thread, parent, monotonic_ns())
-    return _start(entry, attributes, kind, links, site, thread, parent, monotonic_ns())
+        return _start(entry, attributes, kind, links, None, thread, parent, _now())
+    return _start(entry, attributes, kind, links, site, thread, parent, _now())
 
 
 def _make_hot(entry: SpanSpec, site: Site) -> None:
@@ -390,7 +409,7 @@ def start_span(
         return NULL
     if attrs is not None:
         attributes.update(attrs)
-    return start_at(entry, find_site(sys._getframe(1)), monotonic_ns(), parent, links, kind, attributes)
+    return start_at(entry, find_site(sys._getframe(1)), _now(), parent, links, kind, attributes)
 
 
 def start_at(
@@ -434,13 +453,13 @@ def _start(
         trace_id, parent_id = parents.find(parent, entry.name)
     else:
         trace_id, parent_id = outer.trace_id, outer.span_id
-    span_id = next(_ids)
+    span_id = _next_id()
     try:
         slot = _take_slot()
     except IndexError:
         slot = make_room()
     if slot:
-        at = slot << SLOT_SHIFT
+        at = slot << _SHIFT
         _pack_slot(_table_memory, at, entry.index, thread.native_id, span_id, parent_id, start_ns, trace_id)
     if root is None:
         root = entry.level == LIFECYCLE and outer is None and thread.main
@@ -487,7 +506,7 @@ def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
                 if entry.level > LIFECYCLE:
                     place = None
                     _make_hot(entry, site)
-                item = _start(entry, attributes.copy(), "", (), place, thread, None, monotonic_ns())
+                item = _start(entry, attributes.copy(), "", (), place, thread, None, _now())
             with item:
                 return function(*args, **kwargs)
 
@@ -592,8 +611,8 @@ def apply(
 
 def forget() -> None:
     """In a forked child: new ids, nothing open, no board; the parent's context becomes that of the environment."""
-    global _ids
-    _ids = context.new_span_ids()
+    global _next_id
+    _next_id = context.new_span_ids().__next__
     packed = pack_context()
     parents.forget(context.unpack(packed) if packed else None)
     for item in open_spans():

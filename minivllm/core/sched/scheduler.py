@@ -291,8 +291,8 @@ class Scheduler:
                     accepted_before = self.spec_decoding_stats.num_accepted_tokens
                 outputs = self._update_from_output(scheduler_output, model_runner_output)
                 span.set(
-                    num_new_tokens=sum(len(o.new_token_ids) for o in outputs),
-                    num_finished=sum(o.finish_reason is not None for o in outputs),
+                    num_new_tokens=sum([len(o.new_token_ids) for o in outputs]),
+                    num_finished=sum([o.finish_reason is not None for o in outputs]),
                 )
                 if self.spec_decoding_stats is not None:
                     stats = self.spec_decoding_stats

@@ -276,22 +276,21 @@ class GPUModelRunner:
                 if graph.mode is not CUDAGraphMode.FULL:
                     attn_metadata = self.model_state.prepare_attn(batch, self.block_tables)
                 if tracing.calls:
-                    s.set(
-                        req_ids=str(batch.req_ids),
-                        num_tokens_per_req=str(batch.num_scheduled_tokens.tolist()),
-                    )
+                    s.set(req_ids=batch.req_ids, num_tokens_per_req=batch.num_scheduled_tokens.tolist())
             if intermediate_tensors is not None:
                 intermediate_tensors.wait_for_comm()
             with (
-                tracing.span("model.forward", graph=str(graph)) if tracing.calls else NO_SPAN as s,
+                tracing.span(
+                    "model.forward", graph=str(graph), step=scheduler_output.step, pp_rank=self.pp_rank
+                )
+                if tracing.calls
+                else NO_SPAN,
                 set_forward_context(attn_metadata),
             ):
                 if graph.mode is CUDAGraphMode.NONE:
                     output = self._model.forward(**model_inputs, intermediate_tensors=intermediate_tensors)
                 else:
                     output = self.cudagraph_manager.run(graph, batch)
-                if tracing.calls:
-                    s.set(step=scheduler_output.step, pp_rank=self.pp_rank)
             hidden_states = output if isinstance(output, Tensor) else None
             self.execute_model_state = ExecuteModelState(batch, hidden_states, scheduler_output.step)
             if tracing.calls:
@@ -317,9 +316,13 @@ class GPUModelRunner:
             return None
         batch, hidden_states, step_number = self.execute_model_state
         self.execute_model_state = None
-        with tracing.span("runner.sample_tokens") if tracing.calls else NO_SPAN as step:
-            if tracing.calls:
-                step.set(step=step_number, pp_rank=self.pp_rank, num_reqs=batch.num_reqs)
+        with (
+            tracing.span(
+                "runner.sample_tokens", step=step_number, pp_rank=self.pp_rank, num_reqs=batch.num_reqs
+            )
+            if tracing.calls
+            else NO_SPAN as step
+        ):
             if hidden_states is None:
                 assert self.pp_handler is not None
                 self.pp_handler.receive(batch)
