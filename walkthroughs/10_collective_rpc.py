@@ -86,7 +86,7 @@ def anatomy(trace: Path, tp: int) -> None:
         rows.add_row(name, *cells)
     console.print(rows)
     say(
-        "When each step began, from the begin of the call. One message went out, whatever the number of ranks; each rank answered "
+        "When each step began, from the start of the call. One message went out, whatever the number of ranks; each rank answered "
         "through a ring of its own."
     )
 

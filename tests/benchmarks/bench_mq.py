@@ -197,7 +197,9 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# What a message costs",
         "",
-        "Median round trip: one message to all readers, one small answer from each.",
+        "Median round trip: one message to all readers, one small answer from each. Slots differ in size: 8 MB are too large for",
+        "one of minivllm's (1 MiB), fit one of vLLM's (24 MiB), and 30 MB are too large for both. Readers differ in how they wait:",
+        "vLLM's poll for a second after each message, and so never sleep here, minivllm's sleep after 200 µs.",
         "",
         f"{report['machine']}. Written by `tests/benchmarks/bench_mq.py`.",
         "",
