@@ -222,6 +222,7 @@ def get_v2_unsupported_features(config: VllmConfig) -> list[str]:
     """Features in use that V2 lacks, of those that minivllm has at all; vLLM's list has sixteen entries.
 
     Deviation from vLLM: n-grams and draft models are on that list there, as only V1 has them. Here both runners have both.
+    V2 there has the log-probabilities mode processed_logprobs, and here it has not.
     """
     unsupported: list[str] = []
     model_config = config.model_config

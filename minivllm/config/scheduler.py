@@ -23,6 +23,8 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    # Deviation from vLLM: off unless asked for, so that a step can be watched alone. There the default, None, becomes
+    # True unless something forbids it: pooling, n-gram or draft-model speculation, an executor that cannot.
     async_scheduling: bool = False
 
     def __post_init__(self) -> None:

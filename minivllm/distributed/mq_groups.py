@@ -1,7 +1,7 @@
 """Message queues between the ranks of a process group: the group carries the handle, the queue carries the messages.
 
-vLLM 0.25.1: vllm/distributed/device_communicators/shm_broadcast.py (MessageQueue.create_from_process_group, …_single_reader),
-vllm/distributed/parallel_state.py (in_the_same_node_as)
+vLLM 0.25.1: vllm/distributed/device_communicators/shm_broadcast.py (MessageQueue.create_from_process_group,
+MessageQueue.create_from_process_group_single_reader), vllm/distributed/parallel_state.py (in_the_same_node_as)
 Articles: part 2 §2.5.4
 """
 

@@ -389,7 +389,8 @@ def init_distributed_environment(
     ) as s:
         store, rank, world_size = next(rendezvous(distributed_init_method, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        # TCPStore makes clients wait for its server only. This makes each rank wait for all, and says so in the span.
+        # With a TCPStore rank 0, the server, waits for all, the others for rank 0 only; with a FileStore nobody waits.
+        # This makes each rank wait for all, and says so in the span.
         store.set(f"arrived/{rank}", str(os.getpid()))
         pids = [int(store.get(f"arrived/{peer}")) for peer in range(world_size)]
         s.set(pids=str(pids), store=type(store).__name__)

@@ -126,7 +126,7 @@ _row("executor.set_worker_envs", "L", "E", "engine_core", "mp:set_multiprocessin
      "The start method and the number of OpenMP threads are settled before any worker inherits them.",
      articles="2§2.7", vllm="1047 set_multiprocessing_worker_envs", when="multiprocess executor")
 _row("executor.distributed_init_method", "L", "E", "engine_core", "mp:MultiprocExecutor._start_workers",
-     "The address at which the ranks will meet is chosen: the loopback interface and an open port.",
+     "The place where the ranks will meet is chosen: a file in a private directory here, a loopback address and an open port in vLLM.",
      articles="2§2.3.1", vllm="128 MultiprocExecutor._init_executor", when="multiprocess executor")
 _row("executor.create_broadcast_mq", "L", "E", "engine_core", "mp:MultiprocExecutor._start_workers",
      "The ring through which every RPC reaches all workers is created, and its handle exported.",
@@ -167,7 +167,7 @@ _row("worker.main", "L", "W", "worker", "main:worker_main",
      "The entry point of a worker process, from its first instruction to its last.",
      articles="2§2.4.8", vllm="807 WorkerProc.worker_main", when="multiprocess executor")
 _row("worker.install_signal_handlers", "L", "W", "worker", "main:_WorkerMain._prepare",
-     "SIGTERM and SIGINT are made to end the worker with SystemExit, once.",
+     "SIGTERM is made to end the worker with SystemExit, once, and SIGINT is ignored; in vLLM both end it.",
      articles="2§2.4.8", vllm="826 WorkerProc.worker_main", when="multiprocess executor")
 _row("worker.close_inherited_fds", "L", "W", "worker", "main:_WorkerMain._prepare_forked",
      "A forked worker closes the pipe ends of its elder siblings; a copy kept open would hide their EOF.",
@@ -233,10 +233,10 @@ _row("worker.init_message_queues", "L", "W", "worker", "proc:WorkerProc._init_me
      "The broadcast ring is opened from its handle and the response ring created, after init_device since queues over several nodes need the groups.",
      articles="2§2.4.1", vllm="561 WorkerProc._init_message_queues", when="multiprocess executor")
 _row("worker.enable_envs_cache", "L", "W", "worker", "proc:WorkerProc.__init__",
-     "From here on each environment variable keeps the value of its first use.",
+     "From here on each environment variable keeps the value of its first use; in vLLM all are read and kept at this moment.",
      articles="2§2.4.2", vllm="656 WorkerProc.__init__", when="multiprocess executor")
 _row("worker.send_ready", "L", "W", "worker", "main:_WorkerMain.run",
-     "READY goes to the parent with the handle of the response ring, or FAILED with the traceback.",
+     "READY goes to the parent with the handle of the response ring, or here FAILED with the traceback; vLLM only closes the pipe.",
      articles="2§2.4.8", vllm="873 WorkerProc.worker_main", when="multiprocess executor")
 _row("worker.mq_handshake", "L", "W", "worker", "main:_WorkerMain.run",
      "The worker waits for its queues in the executor's order: broadcast ring, then response ring.",
@@ -373,7 +373,7 @@ _row("executor.failure_callback", "L", "E", "failure", "mp:MultiprocExecutor.reg
      articles="2§2.3.3", vllm="301 MultiprocExecutor.register_failure_callback", when="the executor fails")
 _row("worker.exception", "L", "W", "failure", "proc:WorkerProc._report",
      "A method raised on this rank: type and traceback are sent to the caller as FAILURE.",
-     articles="2§2.6.4", vllm="999 WorkerProc.worker_busy_loop", when="a method raises on a worker")
+     articles="2§2.6.4", vllm="1000 WorkerProc.worker_busy_loop", when="a method raises on a worker")
 _row("worker.parent_died", "L", "W", "failure", "death:DeathPipeMonitor._watch",
      "EOF on the death pipe: the parent is gone or asks to end, and the queues are shut down to wake the loop.",
      articles="2§2.4.7", vllm="785 WorkerProc.monitor_death_pipe.death_pipe_monitor", when="the death pipe closes")
@@ -394,7 +394,7 @@ _row("executor.terminate_sigkill", "L", "E", "engine_core", "end:ensure_worker_t
      "Third level: workers that are still left get SIGKILL.",
      articles="2§2.3.8", vllm="454 MultiprocExecutor._ensure_worker_termination", when="a worker outlives SIGTERM")
 _row("executor.close_message_queues", "L", "E", "engine_core", "end:ExecutorResources._end_workers",
-     "The rings are closed and their memory unlinked.",
+     "The rings are closed and whoever waits on them is woken; their memory goes with the last process that has it mapped.",
      articles="2§2.3.9", vllm="481 MultiprocExecutor.shutdown", when="multiprocess executor")
 _row("worker.shutdown", "L", "W", "worker", "proc:WorkerProc.shutdown",
      "The worker closes its queues, its runner and its groups.",

@@ -189,6 +189,9 @@ class Worker(WorkerBase):
             else:
                 free, total = self.init_snapshot
                 # What was in use before this rank loaded anything belongs to others and to NCCL.
+                # Deviation from vLLM: it is subtracted. There only what grows outside of torch after the snapshot is;
+                # what was in use before fails the start if less is free than gpu_memory_utilization asks for, and
+                # is left to the part of the device that is not asked for.
                 available = int(total * cache_config.gpu_memory_utilization) - (total - free) - peak
                 source = f"gpu_memory_utilization={cache_config.gpu_memory_utilization:g}"
             s.set(available_bytes=available, source=source, peak_bytes=-1 if peak is None else peak)

@@ -37,6 +37,8 @@ class RequestState:
         self.req_id_to_index: dict[str, int] = {}
         # Popped from the end: low slots first.
         self.free_indices = list(range(max_num_reqs - 1, -1, -1))
+        # Deviation from vLLM: in the device's memory. There it is pinned memory of the host that the device reads and
+        # writes (UVA), since for many long requests it is several gigabytes.
         self.all_token_ids = StagedWriteTensor(
             (max_num_reqs, max_model_len + 1 + num_speculative_tokens), torch.int32, device
         )
