@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -28,6 +29,7 @@ from minivllm.assets.make_checkpoint import PRESETS, make_random_checkpoint
 from minivllm.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from minivllm.outputs import ModelRunnerOutput
 from minivllm.sampling_params import SamplingParams
+from minivllm.worker.gpu import model_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
@@ -94,6 +96,50 @@ def test_tokens_do_not_depend_on_the_schedule(worker: LocalWorker, schedule: dic
     expected = alone(worker, prompts, MIXED_PARAMS)
     assert len({tuple(o) for o in expected}) == len(expected)
     assert outputs(Driver(worker, **schedule).generate(prompts, MIXED_PARAMS)) == expected
+
+
+def test_a_batch_that_goes_on_is_the_one_that_would_be_made(
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of the same decoding requests takes the last batch and its pages on; nothing in them may be stale."""
+    runner = worker.worker.model_runner
+    buffers, builder = runner.input_buffers, runner.model_state.attn_metadata_builder
+    made, kept = {"batches": 0, "pages": 0}, {"batches": 0, "pages": 0}
+
+    def values(batch: Any) -> dict[str, Any]:
+        return {
+            f.name: (v.tolist() if hasattr(v := getattr(batch, f.name), "tolist") else v)
+            for f in dataclasses.fields(batch)
+        }
+
+    def check_batch(*args: Any) -> Any:
+        before = buffers.decoded
+        batch = make_input_batch(*args)
+        was_kept = before is not None and before[0] is batch
+        (kept if was_kept else made)["batches"] += 1
+        got, decoded, buffers.decoded = values(batch), buffers.decoded, None
+        anew = values(make_input_batch(*args))
+        assert got == anew
+        buffers.decoded = decoded
+        return batch
+
+    def check_pages(batch: Any, longest: int, tables: Any) -> Any:
+        before = builder._pages
+        pages = pages_of_decodes(batch, longest, tables)
+        (kept if pages is before else made)["pages"] += 1
+        assert pages.tolist() == builder._gather_pages(batch.idx_mapping, longest, tables).tolist()
+        return pages
+
+    make_input_batch, pages_of_decodes = model_runner.make_input_batch, builder._pages_of_decodes
+    monkeypatch.setattr(model_runner, "make_input_batch", check_batch)
+    monkeypatch.setattr(builder, "_pages_of_decodes", check_pages)
+    prompts = prompts_of(20, 3, 41, 17, 1, 16, 30, 50)
+    expected = [[]] * len(prompts)
+    for schedule in ({}, {"token_budget": 33, "preempt_at": (5, 9, 14, 20, 44), "reverse": True}):
+        got = outputs(Driver(worker, **schedule).generate(prompts, MIXED_PARAMS))
+        assert expected == [[]] * len(prompts) or got == expected
+        expected = got
+    assert kept["batches"] > made["batches"] / 2 and kept["pages"] > made["pages"]
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 128])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minivllm.sample.logits_processor import LogitsProcessor
 from minivllm.sample.metadata import SamplingMetadata
-from minivllm.worker.gpu.sample.gumbel import gumbel_sample
+from minivllm.worker.gpu.sample.gumbel import greedy_sample, gumbel_sample
 from minivllm.worker.gpu.sample.min_p import apply_min_p
 from minivllm.worker.gpu.sample.output import LogprobsTensors
 from minivllm.worker.gpu.sample.top_k_top_p import apply_top_k_top_p
@@ -81,7 +81,7 @@ class Sampler:
     def choose(self, logits: Tensor, metadata: SamplingMetadata, positions: Tensor) -> Tensor:
         """The most likely token of each row, or one at random; overwrites the logits."""
         if metadata.temperature is None:
-            return logits.argmax(dim=-1)
+            return greedy_sample(logits)
         assert metadata.seeds is not None
         return gumbel_sample(logits, metadata.temperature, metadata.seeds, positions)
 

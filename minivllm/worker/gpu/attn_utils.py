@@ -85,25 +85,25 @@ class AttentionMetadataBuilder:
         self.minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=device)
         # Masks cover whole blocks, of which the last may reach beyond the model's length.
         self.arange = torch.arange(max_model_len + block_size, device=device)
+        # The pages of the last batch in which everybody decoded, with what they depend on.
+        self._decoded: tuple[InputBatch, int, int] | None = None
+        self._pages: Tensor | None = None
 
     def build(self, batch: InputBatch, block_tables: BlockTables) -> AttentionMetadata:
         """The batch as attention sees it."""
         metadata = AttentionMetadata(block_tables.compute_slot_mappings(batch.token_slots, batch.positions))
         if batch.num_tokens == batch.num_reqs:
             longest = int(batch.seq_lens_np.max())
-            self._add_decodes(metadata, batch.idx_mapping, batch.seq_lens, longest, block_tables)
+            pages = self._pages_of_decodes(batch, longest, block_tables)
+            self._add_decodes(metadata, batch.seq_lens, longest, pages)
             return metadata
         num_decodes = int(np.searchsorted(batch.num_scheduled_tokens, self.decode_query_len + 1))
         if num_decodes:
             # Keys and values are written before they are read, so that a token can see those before it in its row.
             num_tokens = int(batch.query_start_loc_np[num_decodes])
-            self._add_decodes(
-                metadata,
-                batch.token_slots[:num_tokens],
-                batch.positions[:num_tokens] + 1,
-                int(batch.seq_lens_np[:num_decodes].max()),
-                block_tables,
-            )
+            longest = int(batch.seq_lens_np[:num_decodes].max())
+            pages = self._gather_pages(batch.token_slots[:num_tokens], longest, block_tables)
+            self._add_decodes(metadata, batch.positions[:num_tokens] + 1, longest, pages)
         for row in range(num_decodes, batch.num_reqs):
             start, end = int(batch.query_start_loc_np[row]), int(batch.query_start_loc_np[row + 1])
             seq_len = int(batch.seq_lens_np[row])
@@ -127,22 +127,29 @@ class AttentionMetadataBuilder:
             longest: number of tokens that the longest request has, or more.
         """
         metadata = AttentionMetadata(block_tables.compute_slot_mappings(token_slots, positions))
-        self._add_decodes(metadata, token_slots, positions + 1, longest, block_tables)
+        pages = self._gather_pages(token_slots, longest, block_tables)
+        self._add_decodes(metadata, positions + 1, longest, pages)
         return metadata
 
+    def _pages_of_decodes(self, batch: InputBatch, longest: int, block_tables: BlockTables) -> Tensor:
+        # Nothing changes until somebody needs another block, which is every block_size steps.
+        decoded = batch, -(-longest // self.block_size), block_tables.version
+        last = self._decoded
+        if self._pages is None or last is None or last[0] is not batch or last[1:] != decoded[1:]:
+            self._pages = self._gather_pages(batch.idx_mapping, longest, block_tables)
+            self._decoded = decoded
+        return self._pages
+
+    def _gather_pages(self, slots: Tensor, longest: int, block_tables: BlockTables) -> Tensor:
+        block_ids = block_tables.gather_block_tables(slots, -(-longest // self.block_size))
+        return page_indices(block_ids, self.num_kv_heads, self.head_index)
+
     def _add_decodes(
-        self,
-        metadata: AttentionMetadata,
-        slots: Tensor,
-        seq_lens: Tensor,
-        longest: int,
-        block_tables: BlockTables,
+        self, metadata: AttentionMetadata, seq_lens: Tensor, longest: int, pages: Tensor
     ) -> None:
-        num_blocks = -(-longest // self.block_size)
-        block_ids = block_tables.gather_block_tables(slots, num_blocks)
-        metadata.num_decodes = slots.shape[0]
-        metadata.decode_pages = page_indices(block_ids, self.num_kv_heads, self.head_index)
-        length = num_blocks * self.block_size
+        metadata.num_decodes = seq_lens.shape[0]
+        metadata.decode_pages = pages
+        length = -(-longest // self.block_size) * self.block_size
         ends = seq_lens.view(-1, 1, 1, 1).expand(-1, self.num_kv_heads, -1, -1)
         mask = torch.where(ends <= self.arange[:length], self.minus_infinity, self.zero)
         metadata.decode_mask = mask.view(-1, 1, length)

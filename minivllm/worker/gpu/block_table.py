@@ -20,6 +20,9 @@ class BlockTables:
 
     Args:
         max_model_len: the longest request; max_blocks follows from it.
+
+    Attributes:
+        version: another one whenever blocks are added.
     """
 
     def __init__(self, block_size: int, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
@@ -29,9 +32,11 @@ class BlockTables:
         self.padding_slot = max_num_reqs
         self.table = StagedWriteTensor((max_num_reqs + 1, self.max_blocks), torch.int64, device)
         self.num_blocks = np.zeros(max_num_reqs, dtype=np.int32)
+        self.version = 0
 
     def append_block_ids(self, slot: int, new_block_ids: list[int], overwrite: bool) -> None:
         """Add blocks to a slot, in place of those it has if `overwrite`. Visible after apply_staged_writes."""
+        self.version += 1
         start = 0 if overwrite else int(self.num_blocks[slot])
         end = start + len(new_block_ids)
         # Attention over several rows reads as many entries of each as the longest row has. What a former owner of

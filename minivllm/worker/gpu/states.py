@@ -27,6 +27,7 @@ class RequestState:
         num_computed_tokens_np: the scheduler's view of it, which may run ahead of the device, and takes drafts in flight
             for accepted: an upper bound. It is exact while a request computes its prompt.
         last_sampled_tokens: `[max_num_reqs]` the next input of a request that decodes.
+        version: another one whenever a request takes or leaves a slot.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class RequestState:
     ) -> None:
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
+        self.version = 0
         self.req_id_to_index: dict[str, int] = {}
         # Popped from the end: low slots first.
         self.free_indices = list(range(max_num_reqs - 1, -1, -1))
@@ -58,6 +60,7 @@ class RequestState:
         """Take a free slot, which is returned. Visible on the device after apply_staged_writes."""
         if not self.free_indices:
             raise RuntimeError(f"no slot for request {req_id}: all {self.max_num_reqs} are taken")
+        self.version += 1
         slot = self.free_indices.pop()
         self.req_id_to_index[req_id] = slot
         self.prompt_len.np[slot] = prompt_len
@@ -78,5 +81,6 @@ class RequestState:
         """Free the slot of a request and return it; None when the request has none."""
         slot = self.req_id_to_index.pop(req_id, None)
         if slot is not None:
+            self.version += 1
             self.free_indices.append(slot)
         return slot

