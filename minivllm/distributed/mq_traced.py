@@ -47,15 +47,15 @@ def enqueue(queue: MessageQueue, obj: Any, timeout: float | None) -> None:
         except MessageQueueClosed as error:
             ended = _ended(span, queue, error)
         else:
-            span.set(
-                queue=queue.handle.name,
-                slot=timing.slot,
-                bytes=timing.message >> 8,
-                overflow=bool(timing.message & OVERFLOW),
-                wait_ns=timing.ready - timing.started,
-                copy_ns=timing.copied - timing.ready,
-                notify_ns=now_ns() - timing.copied,
-            )
+            span.attributes = {
+                "queue": queue.handle.name,
+                "slot": timing.slot,
+                "bytes": timing.message >> 8,
+                "overflow": bool(timing.message & OVERFLOW),
+                "wait_ns": timing.ready - timing.started,
+                "copy_ns": timing.copied - timing.ready,
+                "notify_ns": now_ns() - timing.copied,
+            }
             return
     try:
         raise ended
@@ -76,15 +76,15 @@ def dequeue(
             ended = _ended(span, queue, error)
         else:
             span.link(queue.last_context)
-            span.set(
-                queue=queue.handle.name,
-                slot=timing.slot,
-                bytes=timing.message >> 8,
-                overflow=bool(timing.message & OVERFLOW),
-                spin_ns=timing.ready - timing.started - timing.slept_ns,
-                sleep_ns=timing.slept_ns,
-                unpickle_ns=timing.copied - timing.ready,
-            )
+            span.attributes = {
+                "queue": queue.handle.name,
+                "slot": timing.slot,
+                "bytes": timing.message >> 8,
+                "overflow": bool(timing.message & OVERFLOW),
+                "spin_ns": timing.ready - timing.started - timing.slept_ns,
+                "sleep_ns": timing.slept_ns,
+                "unpickle_ns": timing.copied - timing.ready,
+            }
             return obj
     try:
         raise ended

@@ -71,7 +71,7 @@ class FutureWrapper(Future[Any]):
             responses = self._channel.responses
             with tracing.span("future.result", method=self._call.method, seq=self._call.sequence) as step:
                 try:
-                    step.set(drained=responses.wait(self._call, limit))
+                    step.attributes["drained"] = responses.wait(self._call, limit)
                 except BaseException:
                     release_if_owned(responses.lock)
                     raise

@@ -325,7 +325,7 @@ class MultiprocExecutor(Executor):
             call = self._submit(
                 method, timeout, args, kwargs, unique_reply_rank, kv_output_aggregator, span.context
             )
-            span.set(seq=call.sequence)
+            span.attributes["seq"] = call.sequence
             if non_block:
                 return FutureWrapper(self._rpc, call)
             with tracing.span("rpc.await_responses", seq=call.sequence, ranks=list(call.ranks)):

@@ -65,6 +65,8 @@ _keep: Callable[[Span], object] = ended.append
 class Span(msgspec.Struct, gc=False, eq=False):
     """One step that is running or has run. Made by span() and start_span() only.
 
+    A hot path may set `attributes` itself, which saves it the call of set().
+
     Times are nanoseconds of the monotonic clock. gc=False: a span refers to the spans around it, never in a cycle.
     """
 
@@ -164,16 +166,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
             _keep(self)
 
     def __enter__(self) -> Span:
-        thread = self.thread
-        thread.current = self
-        board = thread.board
-        if board is not None and self.spec.level <= RPC:
-            # The body of Board.push(), once more: a call less.
-            depth = self.depth = board.open
-            if depth < MAX_DEPTH:
-                board.steps[depth] = self.spec.index
-            board.open = depth + 1
-        return self
+        return self  # span() has entered it: a call that looks at all this again costs too much
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -209,7 +202,10 @@ class _Cold(Span, gc=False, eq=False):
             write_ended()
 
     def __enter__(self) -> Span:
-        super().__enter__()
+        thread = self.thread
+        thread.current = self
+        if thread.board is not None and self.spec.level <= RPC:
+            self.depth = thread.board.push(self.spec.index)
         if self.spec.name in _halts:
             try:
                 _halt(self)
@@ -344,11 +340,20 @@ def span(
             start_ns,
             trace_id,
         )
-    item = Span(entry, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot)
-    if links:
-        item.links = links
+    depth = -1
+    board = thread.board
+    if board is not None and entry.level <= RPC:
+        # The body of Board.push(), once more: a call less.
+        depth = board.open
+        if depth < MAX_DEPTH:
+            board.steps[depth] = entry.index
+        board.open = depth + 1
+    item = Span(
+        entry, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot, 0, depth, links
+    )
     if kind and kind != entry.kind:
         item.own_kind = kind
+    thread.current = item
     return item
 
 

@@ -110,15 +110,15 @@ class Scheduler:
         if tracing.calls:
             with tracing.span("scheduler.schedule") as span:
                 output = self._schedule()
-                span.set(
-                    step=output.step,
-                    num_reqs=len(output.num_scheduled_tokens),
-                    num_tokens=output.total_num_scheduled_tokens,
-                    num_new=len(output.scheduled_new_reqs),
-                    num_running=len(self.running),
-                    num_waiting=len(self.waiting),
-                    num_preempted=len(output.preempted_req_ids),
-                )
+                span.attributes = {
+                    "step": output.step,
+                    "num_reqs": len(output.num_scheduled_tokens),
+                    "num_tokens": output.total_num_scheduled_tokens,
+                    "num_new": len(output.scheduled_new_reqs),
+                    "num_running": len(self.running),
+                    "num_waiting": len(self.waiting),
+                    "num_preempted": len(output.preempted_req_ids),
+                }
                 return output
         return self._schedule()
 
@@ -290,10 +290,10 @@ class Scheduler:
                     drafts_before = self.spec_decoding_stats.num_draft_tokens
                     accepted_before = self.spec_decoding_stats.num_accepted_tokens
                 outputs = self._update_from_output(scheduler_output, model_runner_output)
-                span.set(
-                    num_new_tokens=sum([len(o.new_token_ids) for o in outputs]),
-                    num_finished=sum([o.finish_reason is not None for o in outputs]),
-                )
+                span.attributes = {
+                    "num_new_tokens": sum([len(o.new_token_ids) for o in outputs]),
+                    "num_finished": sum([o.finish_reason is not None for o in outputs]),
+                }
                 if self.spec_decoding_stats is not None:
                     stats = self.spec_decoding_stats
                     span.set(

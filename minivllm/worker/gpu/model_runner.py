@@ -255,12 +255,12 @@ class GPUModelRunner:
             with tracing.span("runner.update_states") if tracing.calls else NO_SPAN as s:
                 self.update_states(scheduler_output)
                 if tracing.calls:
-                    s.set(
-                        new=len(scheduler_output.scheduled_new_reqs),
-                        cached=scheduler_output.scheduled_cached_reqs.num_reqs,
-                        finished=len(scheduler_output.finished_req_ids),
-                        preempted=len(scheduler_output.preempted_req_ids),
-                    )
+                    s.attributes = {
+                        "new": len(scheduler_output.scheduled_new_reqs),
+                        "cached": scheduler_output.scheduled_cached_reqs.num_reqs,
+                        "finished": len(scheduler_output.finished_req_ids),
+                        "preempted": len(scheduler_output.preempted_req_ids),
+                    }
             if not scheduler_output.num_scheduled_tokens:
                 return ModelRunnerOutput()
             with tracing.span("runner.prepare_inputs") if tracing.calls else NO_SPAN as s:
@@ -276,7 +276,10 @@ class GPUModelRunner:
                 if graph.mode is not CUDAGraphMode.FULL:
                     attn_metadata = self.model_state.prepare_attn(batch, self.block_tables)
                 if tracing.calls:
-                    s.set(req_ids=batch.req_ids, num_tokens_per_req=batch.num_scheduled_tokens.tolist())
+                    s.attributes = {
+                        "req_ids": batch.req_ids,
+                        "num_tokens_per_req": batch.num_scheduled_tokens.tolist(),
+                    }
             if intermediate_tensors is not None:
                 intermediate_tensors.wait_for_comm()
             with (
@@ -294,14 +297,14 @@ class GPUModelRunner:
             hidden_states = output if isinstance(output, Tensor) else None
             self.execute_model_state = ExecuteModelState(batch, hidden_states, scheduler_output.step)
             if tracing.calls:
-                step.set(
-                    step=scheduler_output.step,
-                    pp_rank=self.pp_rank,
-                    num_reqs=batch.num_reqs,
-                    num_tokens=batch.num_tokens,
-                    decodes=batch.num_reqs if attn_metadata is None else attn_metadata.num_decodes,
-                    graph=graph.mode.name,
-                )
+                step.attributes = {
+                    "step": scheduler_output.step,
+                    "pp_rank": self.pp_rank,
+                    "num_reqs": batch.num_reqs,
+                    "num_tokens": batch.num_tokens,
+                    "decodes": batch.num_reqs if attn_metadata is None else attn_metadata.num_decodes,
+                    "graph": graph.mode._name_,
+                }
         return None if isinstance(output, Tensor) else output
 
     @torch.inference_mode()
@@ -352,7 +355,8 @@ class GPUModelRunner:
                 if self.pp_handler is not None:
                     self.pp_handler.broadcast(batch, sampler_output, draft_tokens)
             if tracing.calls:
-                step.set(sampled=batch.num_reqs if batch.all_sampled else int(batch.is_sampled_np.sum()))
+                sampled = batch.num_reqs if batch.all_sampled else int(batch.is_sampled_np.sum())
+                step.attributes["sampled"] = sampled
         return output
 
     def sample(
