@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from minivllm.tracing.spans import Span
 
 logger = logging.getLogger(__name__)
-UNIT_BYTES = 256 * 1024
+UNIT_BYTES = 64 * 1024
 SPANS_PER_LINE = 128
 FRAME = struct.Struct("<II")
 _HOT, _LOT = 3, 4
@@ -128,7 +128,13 @@ class Spool:
             os.ftruncate(self._fd, self._end)  # macOS has nothing better
         else:
             os.posix_fallocate(self._fd, start, size)
-        self.write = mmap.mmap(self._fd, size, offset=start).write
+        # Pages that are there and dirty already are had for a third of what the file system takes when each of them is
+        # first stored to, which would be in the middle of a step.
+        os.pwrite(self._fd, bytes(size), start)
+        memory = mmap.mmap(self._fd, size, offset=start)
+        for page in range(0, size, mmap.PAGESIZE):
+            memory[page] = 0
+        self.write = memory.write
 
     def append(self, record: bytes) -> None:
         """Write one record, into a new unit if need be."""
