@@ -24,7 +24,7 @@ _KEYS = (
     ("0 … 9", "next step of the worker with this rank"),
     ("e, c", "next step of EngineCore, of the client"),
     ("o", "over: to the end of the span, and from its end to its begin"),
-    ("u", "up: to the begin of the span around this one"),
+    ("u", "up: to the beginning of the span around this one"),
     ("f, F", "next, previous failure or failpoint"),
     (
         "/, \\",
