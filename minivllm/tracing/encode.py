@@ -113,30 +113,32 @@ def _key(name: str) -> str:
 
 def span(item: Span) -> str:
     """One Span object of OTLP/JSON. A span that has not ended has no end time (used by the journal)."""
-    offset = clock.offset_ns
-    parent = '","parentSpanId":"%016x' % item.parent_id if item.parent_id else ""  # noqa: UP031 - the quickest
-    end = f'"endTimeUnixNano":"{item.end_ns + offset}",' if item.end_ns else ""
-    own = attributes(item.attributes) if item.attributes else ""
-    tail = _tail(item) if item.events or item.links or item.status else ""
-    return (
-        f'{{"traceId":"{item.trace_id.hex()}","spanId":"{"%016x" % item.span_id}{parent}","name":"{item.spec.name}"'  # noqa: UP031
-        f',"kind":{KINDS[item.kind]},"startTimeUnixNano":"{item.start_ns + offset}",{end}"attributes":['
-        f"{item.thread.json}{item.place.json}{',' if own else ''}{own}]{tail}}}"
-    )
+    end = f'"endTimeUnixNano":"{item.end_ns + clock.offset_ns}",' if item.end_ns else ""
+    return _span(item, item.spec, clock.offset_ns, end, item.thread.json, item.place.json)
 
 
 def hot_span(record: HotRecord, entry: SpanSpec, offset: int, place: str) -> str:
     """The same for a span that went through the spool. offset: wall clock minus monotonic clock, ns."""
-    parent = '","parentSpanId":"%016x' % record.parent_id if record.parent_id else ""  # noqa: UP031 - the quickest
-    own = attributes(record.attributes) if record.attributes else ""
-    links = f',"links":[{_links(record.links)}]' if record.links else ""
+    end = f'"endTimeUnixNano":"{record.end_ns + offset}",'
+    return _span(record, entry, offset, end, thread(*record.thread), place)
+
+
+def thread(native_id: int, name: str) -> str:
+    """The attributes of a thread, and a comma."""
     return (
-        f'{{"traceId":"{record.trace_id.hex()}","spanId":"{"%016x" % record.span_id}{parent}","name":"{entry.name}"'  # noqa: UP031
-        f',"kind":{KINDS[entry.kind]},"startTimeUnixNano":"{record.start_ns + offset}"'
-        f',"endTimeUnixNano":"{record.end_ns + offset}","attributes":['
-        f'{{"key":"thread.id","value":{{"intValue":"{record.thread_id}"}}}},'
-        f'{{"key":"thread.name","value":{{"stringValue":{quote(record.thread_name)}}}}},'
-        f"{place}{',' if own else ''}{own}]{links}}}"
+        f'{{"key":"thread.id","value":{{"intValue":"{native_id}"}}}},'
+        f'{{"key":"thread.name","value":{{"stringValue":{quote(name)}}}}},'
+    )
+
+
+def _span(item: Span | HotRecord, entry: SpanSpec, offset: int, end: str, thread: str, place: str) -> str:
+    parent = '","parentSpanId":"%016x' % item.parent_id if item.parent_id else ""  # noqa: UP031 - the quickest
+    own = attributes(item.attributes) if item.attributes else ""
+    tail = _tail(item, offset) if item.events or item.links or item.status else ""
+    return (
+        f'{{"traceId":"{item.trace_id.hex()}","spanId":"{"%016x" % item.span_id}{parent}","name":"{entry.name}"'  # noqa: UP031
+        f',"kind":{KINDS[item.own_kind or entry.kind]},"startTimeUnixNano":"{item.start_ns + offset}",{end}"attributes":['
+        f"{thread}{place}{',' if own else ''}{own}]{tail}}}"
     )
 
 
@@ -144,12 +146,12 @@ def _links(packed: tuple[bytes, ...]) -> str:
     return ",".join(f'{{"traceId":"{link[:16].hex()}","spanId":"{link[16:24].hex()}"}}' for link in packed)
 
 
-def _tail(item: Span) -> str:
+def _tail(item: Span | HotRecord, offset: int) -> str:
     """Events, links and status, which few spans have."""
     parts = []
     if item.events:
         events = ",".join(
-            f'{{"timeUnixNano":"{clock.wall_ns(time_ns)}","name":{quote(name)},"attributes":[{attributes(values)}]}}'
+            f'{{"timeUnixNano":"{time_ns + offset}","name":{quote(name)},"attributes":[{attributes(values)}]}}'
             for time_ns, name, values in item.events
         )
         parts.append(f',"events":[{events}]')

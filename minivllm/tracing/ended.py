@@ -43,30 +43,39 @@ def use(table: OpenTable | None, spool: Spool | None) -> None:
         _table, _spool = table, spool
 
 
-def write_ended() -> None:
+def write_ended(last: Span | None = None) -> None:
     """Put what has ended into the spool and hand it to the sinks.
 
     Any thread may call it, and a signal handler in the middle of it: what that has written already is written twice under
     the same ids, and counts once.
+
+    Args:
+        last: one more that has ended, and has a place of its own: a step of the lifecycle.
     """
     with _lock:
+        if last is not None:
+            if _spool is not None:
+                _spool.keep_as_text(last)
+            _give_on([last])
         if not ended:
             return
         lot = ended[:]
         if _spool is not None:
             _spool.keep(lot)
-        if recorder.sinks:
-            recorder.finished.extend(lot)
-            if recorder.idle:
-                recorder.wake()
-        free = [] if _table is None else _table.free
-        for item in lot:
-            if slot := item.slot:
-                item.slot = 0
-                free.append(slot)
         # No call between these lines: a signal handler that has written the lot has also taken it away.
         if ended and ended[0] is lot[0]:
             del ended[: len(lot)]
+            _give_on(lot)
+
+
+def _give_on(lot: list[Span]) -> None:
+    """Slots to the table, spans to the sinks."""
+    if _table is not None:
+        _table.free.extend([item.slot for item in lot if item.slot])
+    if recorder.sinks:
+        recorder.finished.extend(lot)
+        if recorder.idle:
+            recorder.wake()
 
 
 def write_at_once(item: Span) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import minivllm
+from minivllm.tracing import encode
 from minivllm.tracing.encode import quote
 
 if TYPE_CHECKING:
@@ -60,10 +61,7 @@ class ThreadState:
         self.name = thread.name
         self.native_id = threading.get_native_id()
         self.main = thread is threading.main_thread()
-        self.json = (
-            f'{{"key":"thread.id","value":{{"intValue":"{self.native_id}"}}}},'
-            f'{{"key":"thread.name","value":{{"stringValue":{quote(self.name)}}}}},'
-        )
+        self.json = encode.thread(self.native_id, self.name)
 
 
 class _Farewell:

@@ -62,18 +62,19 @@ _table_ends = memoryview(bytearray(8)).cast("Q")
 _keep: Callable[[Span], object] = ended.append
 
 
-class Span(msgspec.Struct, gc=False, eq=False):
+class Span(msgspec.Struct, gc=False, eq=False, array_like=True):
     """One step that is running or has run. Made by span() and start_span() only.
 
-    A hot path may set `attributes` itself, which saves it the call of set().
+    A hot path may set `attributes` itself, which saves it the call of set(). What the spool gets of it is HotRecord: the
+    same fields in the same order.
 
     Times are nanoseconds of the monotonic clock. gc=False: a span refers to the spans around it, never in a cycle.
     """
 
-    spec: SpanSpec
+    index: int  # in the catalogue
     attributes: dict[str, Any]
     thread: ThreadState
-    outer: Span | None
+    outer: Span | None  # None again when its block has been left
     trace_id: bytes
     span_id: int
     parent_id: int
@@ -87,6 +88,10 @@ class Span(msgspec.Struct, gc=False, eq=False):
     status: int = STATUS_UNSET
     status_message: str = ""
     events: list[tuple[int, str, dict[str, Any]]] | None = None
+
+    @property
+    def spec(self) -> SpanSpec:
+        return BY_INDEX[self.index - 1]
 
     @property
     def name(self) -> str:
@@ -189,6 +194,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
             end_ns = self.end_ns = _now()
             if slot := self.slot:
                 _table_ends[slot] = end_ns
+            self.outer = None
             _keep(self)
 
 
@@ -198,8 +204,10 @@ class _Cold(Span, gc=False, eq=False):
     def end(self) -> None:
         # Whoever takes it out of what is open has ended it.
         if _open.pop(self.span_id, None) is not None:
-            super().end()
-            write_ended()
+            end_ns = self.end_ns = _now()
+            if self.slot:
+                _table_ends[self.slot] = end_ns
+            write_ended(self)
 
     def __enter__(self) -> Span:
         thread = self.thread
@@ -274,7 +282,7 @@ class _NullSpan(Span, gc=False, eq=False):
     ) -> None: ...
 
 
-NULL: Span = _NullSpan(BY_INDEX[0], {}, _local.thread, None, b"", 0, 0, 0)
+NULL: Span = _NullSpan(BY_INDEX[0].index, {}, _local.thread, None, b"", 0, 0, 0)
 
 
 def span(
@@ -349,7 +357,7 @@ def span(
             board.steps[depth] = entry.index
         board.open = depth + 1
     item = Span(
-        entry, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot, 0, depth, links
+        entry.index, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot, 0, depth, links
     )
     if kind and kind != entry.kind:
         item.own_kind = kind
@@ -390,7 +398,7 @@ def _make_hot(entry: SpanSpec, site: Site) -> None:
 def _step(entry: SpanSpec, thread: ThreadState, attributes: dict[str, Any], kind: str) -> Span:
     outer = thread.current
     ids = (outer.trace_id, outer.span_id) if outer is not None else (b"", 0)
-    return _Step(entry, attributes, thread, outer, *ids, 0, 0, own_kind=kind)
+    return _Step(entry.index, attributes, thread, outer, *ids, 0, 0, own_kind=kind)
 
 
 def start_span(
@@ -469,7 +477,7 @@ def _start(
     if root is None:
         root = entry.level == LIFECYCLE and outer is None and thread.main
     item = (_Root if root else _Cold)(
-        entry, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot, 0, -1, links
+        entry.index, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot, 0, -1, links
     )
     item.site = site
     if kind != entry.kind:

@@ -30,16 +30,17 @@ import msgspec
 
 from minivllm.tracing import encode
 from minivllm.tracing.catalogue import BY_INDEX
+from minivllm.tracing.place import ThreadState
 
 if TYPE_CHECKING:
     from minivllm.tracing.place import Site
     from minivllm.tracing.spans import Span
 
 logger = logging.getLogger(__name__)
-UNIT_BYTES = 64 * 1024
+UNIT_BYTES = 128 * 1024
 SPANS_PER_LINE = 128
 FRAME = struct.Struct("<II")
-_HOT, _LOT = 3, 4
+_LOT = 4
 _NOWHERE = '{"key":"code.function.name","value":{"stringValue":"?"}}'
 
 
@@ -63,19 +64,26 @@ class _Text(msgspec.Struct, array_like=True, tag=2):
     text: str
 
 
-class HotRecord(msgspec.Struct, array_like=True, tag=_HOT):
-    """A span of the hot path: no event, no error, place known by its name. Times of the monotonic clock."""
+class HotRecord(msgspec.Struct, array_like=True):
+    """A span of the hot path, whose place is known by its name: the fields of Span. Times of the monotonic clock."""
 
     index: int
+    attributes: dict[str, Any]
+    thread: tuple[int, str]  # id and name
+    outer: msgspec.Raw  # nothing, unless shutdown() has ended it
+    trace_id: bytes
     span_id: int
     parent_id: int
-    trace_id: bytes
     start_ns: int
+    slot: int
     end_ns: int
-    thread_id: int
-    thread_name: str
-    attributes: dict[str, Any]
+    depth: int
     links: tuple[bytes, ...]
+    own_kind: str
+    site: msgspec.Raw
+    status: int
+    status_message: str
+    events: list[tuple[int, str, dict[str, Any]]] | None
 
 
 class _Lot(msgspec.Struct, array_like=True, tag=_LOT):
@@ -84,7 +92,12 @@ class _Lot(msgspec.Struct, array_like=True, tag=_LOT):
     spans: list[HotRecord]
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=str).encode
+def _say(value: Any) -> Any:
+    """What MessagePack has no type for."""
+    return (value.native_id, value.name) if type(value) is ThreadState else str(value)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_say).encode
 _decode = msgspec.msgpack.Decoder(_Resource | _Place | _Text | _Lot).decode
 _frame = FRAME.pack
 
@@ -158,44 +171,20 @@ class Spool:
                     logger.warning("the trace is incomplete: %s: %s", self.path, error)
 
     def keep(self, spans: list[Span]) -> None:
-        """Write spans that have ended."""
-        hot = []
-        for item in spans:
-            if item.site is not None or item.events is not None or item.status or item.own_kind:
-                self._keep_as_text(item)
-                continue
-            thread = item.thread
-            hot.append(
-                (
-                    _HOT,
-                    item.spec.index,
-                    item.span_id,
-                    item.parent_id,
-                    item.trace_id,
-                    item.start_ns,
-                    item.end_ns,
-                    thread.native_id,
-                    thread.name,
-                    item.attributes,
-                    item.links,
-                )
-            )
-        if not hot:
-            return
+        """Write spans of the hot path that have ended."""
         try:
-            lot = _encode((_LOT, hot))
+            lot = _encode((_LOT, spans))
         except Exception:
-            for record in hot:
-                try:
-                    lot = _encode((_LOT, [record]))
-                except Exception:  # an attribute that MessagePack cannot say
-                    self._keep_as_text(next(item for item in spans if item.span_id == record[2]))
-                else:
-                    self.append(lot)
+            if len(spans) == 1:  # an attribute that MessagePack cannot say
+                self.keep_as_text(spans[0])
+            else:
+                for item in spans:
+                    self.keep([item])
             return
         self.append(lot)
 
-    def _keep_as_text(self, item: Span) -> None:
+    def keep_as_text(self, item: Span) -> None:
+        """Write any other span that has ended."""
         try:
             self.append(_encode(_Text(encode.span(item))))
         except Exception:
