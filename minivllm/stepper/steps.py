@@ -147,7 +147,7 @@ class Walk:
         return self.find(start, matches, forward)
 
     def other_end(self, index: int) -> int | None:
-        """From the begin of a span (or anything between) to its end, and from its end to its begin."""
+        """From the beginning of a span (or anything between) to its end, and from its end to its beginning."""
         step = self[index]
         forward = not step.ends
         return self.find(
@@ -158,7 +158,7 @@ class Walk:
         )
 
     def parent(self, index: int) -> int | None:
-        """The begin of the span around this one, maybe in another process."""
+        """The beginning of the span around this one, maybe in another process."""
         around = self.store.parent(self[index].span)
         if around is None:
             return None
