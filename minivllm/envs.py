@@ -104,6 +104,8 @@ def enable_envs_cache() -> None:
     """
     global _lookup
     if _lookup is _read:
+        # Deviation from vLLM: there all variables are read and kept at once, which would make a wrong value of one that
+        # nobody uses here an error of every worker.
         _lookup = functools.cache(_read)
 
 
