@@ -147,7 +147,9 @@ class Spool:
         memory = mmap.mmap(self._fd, size, offset=start)
         for page in range(0, size, mmap.PAGESIZE):
             memory[page] = 0
-        self.write = memory.write
+        # Unless a signal handler in the middle of this has gone on to another one: readers do not come back to this.
+        if self._end == start + size:
+            self.write = memory.write
 
     def append(self, record: bytes) -> None:
         """Write one record, into a new unit if need be."""
@@ -202,8 +204,14 @@ class Spool:
 
     def new_lines(self) -> Iterator[bytes]:
         """OTLP/JSON of what was not asked for yet."""
-        with mmap.mmap(self._fd, 0, prot=mmap.PROT_READ) as data:
-            yield from self._reader.lines(data)
+        before = self._reader.position
+        try:
+            with mmap.mmap(self._fd, 0, prot=mmap.PROT_READ) as data:
+                yield from self._reader.lines(data)
+        except BaseException:
+            # A signal handler has raised, or whoever asked has had enough: better twice than never.
+            self._reader.position = before
+            raise
 
     def close(self) -> None:
         """Close the file; units that a thread may still be writing to stay mapped until it has let go of them."""
