@@ -361,6 +361,7 @@ class EngineCoreProc(EngineCore):
                     self._send(EngineCoreOutputs(outputs))
 
     def _poll(self) -> None:
+        tracing.write_ended()
         ready = dict(self._poller.poll())
         if self._wake_reader in ready:
             os.read(self._wake_reader, 1)

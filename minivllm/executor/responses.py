@@ -22,6 +22,7 @@ from minivllm.executor.call import FAILURE, NO_RESPONSE, SUCCESS, PendingCall
 from minivllm.executor.rank_report import RankReport
 from minivllm.executor.status_page import DONE, FAILURE_MASK, SEQUENCE_BITS, SEQUENCE_MASK, StatusPage
 from minivllm.tracing.deadlines import Patience, deadline_clock
+from minivllm.tracing.ended import write_ended
 from minivllm.utils.system_utils import yield_core
 
 _SPIN_S = 0.0002
@@ -253,6 +254,7 @@ class Responses:
             if now >= look_at:
                 look_at = now + _LOOK_EVERY_S
                 self._look_around(call)
+            write_ended()
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 

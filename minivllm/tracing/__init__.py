@@ -29,7 +29,7 @@ from minivllm.tracing import catalogue, context, failpoints
 from minivllm.tracing import spans as _spans
 from minivllm.tracing.board import BOARD_BYTES, attach_board, detach_board, read_board
 from minivllm.tracing.deadlines import Patience, deadline_clock, stand_still_for
-from minivllm.tracing.ended import write_ended as _write_ended
+from minivllm.tracing.ended import write_ended
 from minivllm.tracing.failpoints import FailpointError
 from minivllm.tracing.files import TraceFiles
 from minivllm.tracing.gate import Gate, open_gate
@@ -88,6 +88,7 @@ __all__ = [
     "span",
     "start_span",
     "step_live",
+    "write_ended",
 ]
 
 logger = logging.getLogger(__name__)
@@ -268,7 +269,7 @@ def child_environment(parent: bytes | None = None) -> Iterator[None]:
 
 def flush() -> None:
     """Write all spans that have ended."""
-    _write_ended()
+    write_ended()
     _recorder.drain()
 
 
@@ -280,7 +281,7 @@ def shutdown() -> None:
             item.set(unfinished=True)
             item.error("still open when the process ended")
             item.end()
-        _write_ended()
+        write_ended()
         if not level:
             return
         _apply(OFF)
