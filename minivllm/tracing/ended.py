@@ -52,6 +52,8 @@ def write_ended(last: Span | None = None) -> None:
     Args:
         last: one more that has ended, and has a place of its own: a step of the lifecycle.
     """
+    if not ended and last is None:
+        return
     with _lock:
         if last is not None:
             if _spool is not None:

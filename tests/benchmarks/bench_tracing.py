@@ -3,8 +3,8 @@
 python tests/benchmarks/bench_tracing.py [--rounds 5] [--only queue,rpc,decode] [--out docs/benchmarks]
 
 The levels take turns, so that what else the machine does meets all of them. Queue and call are measured in processes of
-their own for each level, and the best round counts; the levels of a decode step within one engine, and the median of the
-rounds counts. With --out it also writes tracing.json, tracing.md and tracing.svg. Run it on an idle machine.
+their own for each level, and the best round counts; the levels of a decode step take turns every few steps of one engine, and
+the median of the rounds, an engine each, counts. With --out it also writes tracing.json, tracing.md and tracing.svg. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -32,8 +33,10 @@ WHAT = {
 }
 # What the levels may cost, in per cent of a decode step.
 ALLOWED = {"lifecycle": 1.0, "rpc": 5.0, "message": 15.0}
-STEPS = 96
-TURNS = 11
+# A turn is so many steps at one level, after some that are not counted; so many turns of each level per generation.
+STEPS, SETTLING = 10, 2
+TURNS = 2
+GENERATIONS = 36
 
 
 # --- one figure, in its own process -------------------------------------------------------------------
@@ -106,37 +109,46 @@ def switch(worker: Any, level: str) -> None:
 def decode() -> dict[str, float]:
     """Milliseconds of a step by level, all in one engine.
 
-    Two engines differ by several per cent in what a step takes, depending on where their memory lies, which is more
-    than what is to be measured. So the levels take turns in the same processes; EngineCore runs in this one, where it can
-    be told. Of each turn the mean without the slowest tenth counts, which is what else the machine does.
+    Two engines differ by several per cent in what a step takes, depending on where their memory lies, and one engine does
+    from second to second, which is more than what is to be measured. So the levels take turns every few steps, in the
+    same processes and with the same requests; EngineCore runs in this one, where it can be told. Of all steps of a level
+    the mean without the slowest tenth counts, which is what else the machine does.
     """
     from minivllm import LLM, SamplingParams
 
-    turns: dict[str, list[float]] = {level: [] for level in LEVELS}
-    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    times: dict[str, list[float]] = {level: [] for level in LEVELS}
+    order = list(LEVELS)
+    turns = random.Random(0)
+    tokens = 2 + TURNS * len(LEVELS) * (STEPS + SETTLING)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompts = [[10 * i + j + 1 for j in range(8)] for i in range(8)]
     with (
         tempfile.TemporaryDirectory() as directory,
         LLM(tensor_parallel_size=2, device="cpu", trace=directory, trace_level="message") as llm,
     ):
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), use_tqdm=False)
         engine = llm.llm_engine
-        for number in range(TURNS):
-            # Forwards and backwards, so that a machine that gets slower does not favour the first.
-            for level in LEVELS if number % 2 == 0 else LEVELS[::-1]:
-                llm.collective_rpc(switch, args=(level,))
-                switch(None, level)
-                for i, prompt in enumerate(prompts):
-                    engine.add_request(*engine.process_input(f"{number}-{level}-{i}", prompt, params))
-                times = []
-                while engine.has_unfinished_requests():
-                    started = time.perf_counter()
-                    engine.step()
-                    times.append(time.perf_counter() - started)
-                times.sort()
-                turns[level].append(statistics.fmean(times[: len(times) * 9 // 10]) * 1e3)
+        for generation in range(GENERATIONS):
+            for i, prompt in enumerate(prompts):
+                engine.add_request(*engine.process_input(f"{generation}-{i}", prompt, params))
+            engine.step()
+            for _ in range(TURNS):
+                turns.shuffle(order)
+                for level in order:
+                    llm.collective_rpc(switch, args=(level,))
+                    switch(None, level)
+                    for number in range(SETTLING + STEPS):
+                        started = time.perf_counter()
+                        engine.step()
+                        if number >= SETTLING:
+                            times[level].append(time.perf_counter() - started)
+            while engine.has_unfinished_requests():
+                engine.step()
         switch(None, "message")
-    return {level: statistics.median(values) for level, values in turns.items()}
+    return {
+        level: statistics.fmean(sorted(values)[: len(values) * 9 // 10]) * 1e3
+        for level, values in times.items()
+    }
 
 
 def one(name: str) -> dict[str, float]:
@@ -186,7 +198,8 @@ def markdown(report: dict[str, Any]) -> str:
         "are those of start-up, failure and shutdown: while tokens are computed there are none.",
         "",
         f"{report['machine']}. {report['rounds']} rounds, the levels in turn: the best of a message and of a call, the median of a",
-        "decode step, whose levels are measured within one engine, since two engines differ by more than what tracing costs.",
+        "decode step, whose levels take turns every few steps of one engine, since two engines differ by more than what tracing",
+        "costs.",
         "Written by `tests/benchmarks/bench_tracing.py`.",
         "",
         "![Cost of each level](tracing.svg)",
