@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from minivllm import envs
 from minivllm.exceptions import MessageQueueClosed
 from minivllm.tracing.deadlines import deadline_clock
+from minivllm.tracing.ended import write_ended
 
 if TYPE_CHECKING:
     from minivllm.distributed.mq_end import QueueEnd
@@ -49,6 +50,7 @@ class Patience:
         cancel: threading.Event | None = None,
         warn: bool = True,
     ) -> None:
+        write_ended()
         self.queue = queue
         self.deadline = deadline
         self.describe = describe

@@ -3,7 +3,7 @@
 vLLM 0.25.1: none
 Articles: none
 
-`<role>-<pid>.spool` is the Spool: each span as it ends. `<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …}
+`<role>-<pid>.spool` is the Spool: spans that have ended. `<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …}
 a line: at a flush and at the end it gets what the spool has, and the spool goes. `<role>-<pid>.journal.jsonl` gets one
 line for the resource and one for each lifecycle span as it starts; the process holds a lock on it while it lives.
 `<role>-<pid>.open` is the OpenTable. Readers take a span from wherever it is.

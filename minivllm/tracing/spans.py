@@ -509,7 +509,7 @@ def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
             if name not in _enabled:
                 return function(*args, **kwargs)
             if name in _hot:
-                with span(name, **attributes):
+                with span(name, attrs=attributes.copy() if attributes else None):
                     return function(*args, **kwargs)
             thread = _local.thread
             if entry.level > _level:
