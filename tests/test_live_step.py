@@ -10,13 +10,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from terminal_session import Session
 
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.exceptions import ConfigError
-from minivllm.live_step.script import parse
+from minivllm.live_step.processes import Processes
+from minivllm.live_step.script import check_processes, parse
 from minivllm.tracing.catalogue import SPANS
 from minivllm.tracing.gate import STEPS
 from minivllm.tracing.spec import LIFECYCLE
@@ -113,6 +116,45 @@ def test_commands() -> None:
             parse(text)
 
 
+def test_a_command_about_a_process_that_will_not_be_there_is_refused() -> None:
+    """Else everybody stands and waits for it, for ever."""
+    two, one = Processes(True, (0, 1)), Processes(True, ())
+    inside = Processes(False, ())
+    for processes, text, said in (
+        (two, "step rank2", "'step rank2': the run has ranks 0 and 1"),
+        (
+            two,
+            "show; until dist.rendezvous@rank5; keys",
+            "'until dist.rendezvous@rank5': the run has ranks 0 and 1",
+        ),
+        (Processes(False, (0, 1)), "run engine", "EngineCore runs in the client's process; say client"),
+        (one, "stop rank0", "the only worker runs in EngineCore's process; say engine"),
+        (inside, "stop rank0", "the only worker runs in the client's process; say client"),
+        (two, "until dist.rendezvous@engine", "dist.rendezvous is a step of ranks 0 and 1"),
+        (two, "until executor.init@client", "executor.init is a step of EngineCore"),
+        (one, "until run@engine", "run is a step of the client"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            check_processes(parse(text), processes)
+        assert str(refused.value).endswith(said), text
+    check_processes(
+        parse("step; step rank1; until worker.init@rank0; until executor.init@engine; run client"), two
+    )
+    check_processes(parse("until worker.init_device@engine; until run@client; step all"), one)
+    check_processes(parse("until worker.init_device@client; until engine_core.init"), inside)
+
+
+def test_processes_are_known_before_they_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(**arguments: Any) -> Processes:
+        return Processes.of(EngineArgs(device="cpu", **arguments).create_engine_config())
+
+    assert of() == Processes(True, ())
+    assert of(distributed_executor_backend="mp") == Processes(True, (0,))
+    assert of(tensor_parallel_size=2, pipeline_parallel_size=2) == Processes(True, (0, 1, 2, 3))
+    monkeypatch.setenv("MINIVLLM_ENABLE_MULTIPROCESSING", "0")
+    assert of() == Processes(False, ())
+
+
 def test_everybody_stops_at_every_lifecycle_step_but_one() -> None:
     assert {s.name for s in SPANS.values() if s.level == LIFECYCLE} - {"worker.bootstrap"} == STEPS
 
@@ -122,6 +164,7 @@ def test_everybody_stops_at_every_lifecycle_step_but_one() -> None:
     [
         (["--live-step"], "is not a terminal; give commands instead"),
         (["--live-step", "dance"], "'dance' is no command"),
+        (["--live-step", "until dist.rendezvous@rank5; run"], "the run has ranks 0 and 1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(arguments: list[str], said: str, tmp_path: Path) -> None:
@@ -244,7 +287,8 @@ def test_a_session_from_the_first_step_to_the_last() -> None:
     live.press("n", "client before engine_core.spawn")
     live.press("?", "one step of the process that has been standing longest")
     live.press("x", "processes stopped")
-    live.press("7", "there is no rank7")
+    live.press("7", "the run has ranks 0 and 1")
+    live.press("1", "there is no rank1 now")
     press_until(live, "n", "rank 1 pid")
     live.press("0", "rank 0 (before|in)")
     live.press("\t", "rank 1|client|EngineCore")

@@ -259,7 +259,7 @@ def _stale_segments(clean: bool) -> list[Finding]:
             "stale segments",
             Status.NOTE,
             f"{words.count(len(stale), 'segment')} of engines that are gone: {names}",
-            "minivllm doctor --clean removes them",
+            "`minivllm doctor --clean` removes them",
         )
     ]
 
@@ -325,7 +325,7 @@ def _otlp() -> list[Finding]:
             Finding(
                 "OTLP endpoint",
                 Status.FINE,
-                "OTEL_EXPORTER_OTLP_ENDPOINT is not set: traces go to files only (`minivllm export` sends them later)",
+                "OTEL_EXPORTER_OTLP_ENDPOINT is not set: traces go to files only (`minivllm export DIR` sends them later)",
             )
         ]
     endpoint = os.environ[variable]
@@ -407,7 +407,7 @@ def _environment() -> list[Finding]:
                     "environment",
                     Status.NOTE,
                     f"{name} is unknown and has no effect",
-                    "minivllm doctor --env lists the variables",
+                    "`minivllm doctor --env` lists the variables",
                 )
             )
             continue

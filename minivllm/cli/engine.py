@@ -56,8 +56,11 @@ def running(args: argparse.Namespace, trace: Path | None, what: str, **settings:
     try:
         # What cannot work is refused before anything is said about starting.
         live_step = settings.pop("live_step", False)
-        EngineArgs.from_kwargs(**settings).create_engine_config()
+        config = EngineArgs.from_kwargs(**settings).create_engine_config()
         if live_step:
+            from minivllm.live_step import check
+
+            check(live_step, config)
             llm = LLM(live_step=live_step, **settings)
         else:
             with starting(trace, what) as on_progress:

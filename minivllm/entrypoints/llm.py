@@ -65,7 +65,7 @@ class LLM:
         if live_step:
             kwargs["startup_timeout_s"] = _UNLIMITED_S
         vllm_config = EngineArgs.from_kwargs(model=model, **kwargs).create_engine_config()
-        live = _step_live(live_step) if live_step else None
+        live = _step_live(live_step, vllm_config) if live_step else None
         try:
             self._run = _start_trace(vllm_config)
             try:
@@ -180,10 +180,10 @@ def _shutdown(engine: LLMEngine, run: tracing.Span, live: LiveStep | None) -> No
             live.close()
 
 
-def _step_live(live_step: bool | str) -> LiveStep:
+def _step_live(live_step: bool | str, vllm_config: VllmConfig) -> LiveStep:
     from minivllm.live_step import LiveStep
 
-    return LiveStep(live_step)
+    return LiveStep(live_step, vllm_config)
 
 
 def _start_trace(vllm_config: VllmConfig) -> tracing.Span:

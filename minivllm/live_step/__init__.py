@@ -19,13 +19,17 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm import tracing
 from minivllm.exceptions import ConfigError
 from minivllm.live_step.bell import Bell
-from minivllm.live_step.script import Player, parse
+from minivllm.live_step.processes import Processes
+from minivllm.live_step.script import Player, check_processes, parse
 from minivllm.live_step.server import Server
+
+if TYPE_CHECKING:
+    from minivllm.config import VllmConfig
 
 __all__ = ["LiveStep", "check"]
 
@@ -35,15 +39,18 @@ _WITHOUT_A_TERMINAL = (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def check(live_step: bool | str) -> None:
+def check(live_step: bool | str, vllm_config: VllmConfig | None = None) -> None:
     """Refuse what cannot work before any process is started.
 
     Args:
         live_step: True for the terminal, else a script of commands.
+        vllm_config: says which processes the run will have; None: not known yet.
 
     Raises:
-        ConfigError: no terminal, a wrong script, or not the main thread.
+        ConfigError: no terminal, a wrong script, one about a process that the run will not have, or not the main thread.
     """
+    if isinstance(live_step, str) and vllm_config is not None:
+        check_processes(parse(live_step), Processes.of(vllm_config))
     if not _wants_terminal(live_step):
         return
     from minivllm.stepper.terminal import check_terminal
@@ -60,9 +67,10 @@ def _wants_terminal(live_step: bool | str) -> bool:
 class LiveStep:
     """The controller of one run, from before its first step to after its last."""
 
-    def __init__(self, live_step: bool | str) -> None:
+    def __init__(self, live_step: bool | str, vllm_config: VllmConfig) -> None:
         """Raises ConfigError: see check()."""
-        check(live_step)
+        check(live_step, vllm_config)
+        self._processes = Processes.of(vllm_config)
         self._ending = False
         self._server = Server()
         self._bell = Bell()
@@ -125,7 +133,14 @@ class LiveStep:
         terminal = Terminal(output.terminal)
         self._stack.enter_context(terminal.open())
         return App(
-            self._server, self._bell, terminal, console, encoding, output.last_line, self._interrupt
+            self._server,
+            self._bell,
+            terminal,
+            console,
+            encoding,
+            output.last_line,
+            self._interrupt,
+            self._processes,
         ).run
 
     def _catch_signals(self) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from minivllm.live_step.bell import Bell
 from minivllm.live_step.picture import picture
+from minivllm.live_step.processes import Processes
 from minivllm.live_step.server import Peer, Server
 from minivllm.stepper import panels
 from minivllm.stepper.screen import wrap
@@ -58,11 +59,13 @@ class App:
         encoding: str,
         output: Callable[[], str],
         quit_run: Callable[[], None],
+        processes: Processes,
     ) -> None:
         """
         Args:
             output: the last line that the run has printed.
             quit_run: ends the run; returns at once.
+            processes: those that the run has, or will have.
         """
         self.server = server
         self.terminal = terminal
@@ -72,6 +75,7 @@ class App:
         self._encoding = encoding
         self._output = output
         self._quit_run = quit_run
+        self._processes = processes
         self._message = ""
         self._helps = False
         self._is_over = False
@@ -142,7 +146,7 @@ class App:
     def _step(self, who: str) -> None:
         found = self.server.find(who)
         if not found:
-            self._message = f"there is no {who} now"
+            self._message = self._processes.lack(who) or f"there is no {who} now"
             return
         self.marked = found[-1]
         halt = self.marked.first_halt

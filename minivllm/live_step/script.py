@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minivllm.exceptions import ConfigError
 from minivllm.live_step.bell import Bell
 from minivllm.live_step.picture import picture
+from minivllm.live_step.processes import Processes
 from minivllm.live_step.server import Halt, Peer, Server
 from minivllm.live_step.words import status
 from minivllm.tracing.gate import STEPS
@@ -59,7 +60,8 @@ def parse(text: str) -> list[Command]:
             raise ConfigError(f"live step: {part!r} is no command; there are {SYNTAX}")
         if match["span"] and match["span"] not in STEPS:
             raise ConfigError(
-                f"live step: {part!r}: nobody stops at {match['span']!r} (`minivllm spans --level lifecycle` lists the steps)"
+                f"live step: {part!r}: nobody stops at {match['span']!r} (`minivllm spans` lists the steps; it "
+                "has to be one of level lifecycle)"
             )
         verb = match["step"] or match["verb"] or match["plain"] or "until"
         who = match["step_who"] or match["who"] or match["until_who"] or ("" if verb == "step" else "all")
@@ -69,6 +71,16 @@ def parse(text: str) -> list[Command]:
     if not commands:
         raise ConfigError(f"live step: no command; there are {SYNTAX}")
     return commands
+
+
+def check_processes(commands: Sequence[Command], processes: Processes) -> None:
+    """Raises ConfigError: a command about a process that the run will not have, or a step that it never takes."""
+    for command in commands:
+        lack = processes.lack(command.who)
+        if command.verb == "until":
+            lack = lack or processes.lack_of_step(command.span, command.who)
+        if lack:
+            raise ConfigError(f"live step: {command.text!r}: {lack}")
 
 
 class Player:
