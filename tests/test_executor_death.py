@@ -91,6 +91,19 @@ def test_D1_death_reports_what_was_running() -> None:
             executor.collective_rpc("raise_kind", args=("exit",))
 
 
+@pytest.mark.parametrize(
+    "how, text", [("kill:15", "ended after SIGTERM (exit code 143)"), ("sleep:0", "exited with code 7")]
+)
+@scenario()
+def test_a_rank_that_cleans_up_before_it_is_gone_is_the_one_that_is_named(how: str, text: str) -> None:
+    """Its peer's error is there half a second earlier; and what it was doing has ended by the time it is gone."""
+    with tempfile.TemporaryDirectory() as directory, make_executor() as executor:
+        told = f"worker rank 0 (pid {executor.workers[0].pid}) {text} in worker.busy_loop while executing leave_and_be_missed"
+        with raises(ExecutorFailedError, told, within_s=1.5) as caught:
+            executor.collective_rpc("leave_and_be_missed", args=(how, os.path.join(directory, "left")))
+        assert "rank 1" not in caught.text
+
+
 @scenario()
 def test_death_fails_every_kind_of_waiting() -> None:
     """Blocked callers, futures with and without anybody waiting, done callbacks, and a monitor that is idle."""

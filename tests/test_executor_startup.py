@@ -109,6 +109,13 @@ def make_executor_with_progress(callback: Any) -> Any:
     return MultiprocExecutor(make_config(), on_progress=callback)
 
 
+@scenario()
+def test_a_worker_that_is_terminated_explains_one_that_fails_before_it_is_gone() -> None:
+    os.environ["LIGHT_INIT"] = "load_model@0=linger:0.4; load_model@1=raise:connection closed by peer"
+    with raises(WorkerStartupError, "rank 0", "ended after SIGTERM", "worker.load_model during start-up"):
+        make_executor()
+
+
 @pytest.mark.parametrize("step", ["init_worker", "init_device", "load_model"])
 @scenario()
 def test_A6_L43_failed_start_says_why(step: str) -> None:

@@ -89,6 +89,12 @@ class LightWorker(WorkerBase):
         if kind == "kill":
             os.kill(os.getpid(), int(argument or 9))
             time.sleep(60)
+        if kind == "linger":
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            finally:
+                time.sleep(float(argument))
         if kind == "sleep":
             time.sleep(float(argument))
         if kind == "spin":
@@ -158,6 +164,20 @@ class LightWorker(WorkerBase):
             raise RuntimeError("failed before the all-reduce")
         time.sleep(seconds)
         return self.rank
+
+    def leave_and_be_missed(self, how: str, marker: str) -> None:
+        """Rank 0 ends in the middle of a collective; rank 1 is told that by what rank 0 does first, and fails."""
+        if self.rank == 0:
+            # The time for cleaning up is longer than what an error of a peer needs to arrive.
+            self.take_time_to_shut_down(0.5, os.devnull)
+            try:
+                self.act(how)
+                sys.exit(7)
+            finally:
+                Path(marker).touch()
+        while not Path(marker).exists():
+            time.sleep(0.001)
+        raise RuntimeError("rank 0 failed in the middle of a step")
 
     def return_lambda(self) -> Any:
         return lambda: None

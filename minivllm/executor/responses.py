@@ -30,6 +30,7 @@ _FIRST_NAP_S = 0.00005
 _LONGEST_NAP_S = 0.001
 _LOOK_EVERY_S = 0.05
 _SETTLE_S = 0.1
+_LEAVE_S = 3.0
 _LOST_S = 5.0
 _monotonic = time.monotonic
 
@@ -70,6 +71,7 @@ class Responses:
         self._queues = tuple(queues)
         self._words = page.words
         self._done_index = tuple(page.index(rank, DONE) for rank in range(page.world_size))
+        self._is_ending = page.is_ending
         self._find_dead = find_dead
         self._report = report
         self.lock = threading.RLock()
@@ -340,19 +342,22 @@ class Responses:
     def _settle(self, call: PendingCall) -> bool:
         """After a failure: give the other ranks a moment, so that the error which is raised is the one that matters.
 
-        A rank that fails because another one has died is an effect; the death is the cause. And of several ranks
-        that fail, the lowest is reported, with the others named. False: a worker has died.
+        A rank that fails because another one has died, or is about to (SIGTERM, sys.exit() in a method: its clean-up
+        takes a while), is an effect; the death is the cause. And of several ranks that fail, the lowest is reported,
+        with the others named. False: a worker has died.
         """
         until = _monotonic() + _SETTLE_S
         try:
             while True:
                 for rank in self.ranks:
                     self._drain(rank)
-                if not self.behind(call.sequence):
-                    return True
-                if self._find_dead(0.001):
+                behind = self.behind(call.sequence)
+                if self._find_dead(0.001 if behind else 0):
                     return False
-                if _monotonic() > until:
+                if not behind:
+                    return True
+                leaving = any(map(self._is_ending, behind))
+                if _monotonic() > until + (_LEAVE_S if leaving else 0):
                     self._report.remember(call)
                     self.suspect = call, deadline_clock()
                     return True

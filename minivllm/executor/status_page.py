@@ -12,6 +12,9 @@ A line, 256 bytes: 64 bytes of step board (minivllm.tracing.board), then 64-bit 
 
     pid | state | done | executing
 
+and, for a process whose end began in the middle of something, a copy of the board at that moment: by the time the process is
+gone all its steps have ended.
+
 `done` holds two numbers so that one store publishes both: the sequence number of the last RPC that this rank has
 finished (low 40 bits), and how many RPCs have failed on it (high 24 bits). A failure is counted in the same store
 that says the RPC is finished, so whoever sees the one sees the other, on any CPU.
@@ -36,6 +39,7 @@ FAILURE_MASK = (1 << (64 - SEQUENCE_BITS)) - 1
 
 _WORDS_PER_LINE = LINE_BYTES // 8
 _PID, _STATE, DONE, EXECUTING = (tracing.BOARD_BYTES // 8 + i for i in range(4))
+_LAST_BOARD = 2 * tracing.BOARD_BYTES  # offset in a line; all zero: there is none
 
 
 class WorkerState(IntEnum):
@@ -54,7 +58,7 @@ class RankStatus:
 
     Attributes:
         pid: process id, 0 before the process runs.
-        open_spans: steps of the catalogue that are open, outermost first.
+        open_spans: steps of the catalogue that are open, or were when the end of the process began; outermost first.
         finished: sequence number of the last RPC that it has finished.
         executing: sequence number of the RPC that it is executing, 0 when idle.
     """
@@ -118,6 +122,20 @@ class StatusPage:
     def set_state(self, rank: int, state: WorkerState) -> None:
         self.words[self.index(rank, _STATE)] = state
 
+    def begin_end(self, rank: int) -> None:
+        """In the worker: something ends this process in the middle of what it is doing, which is kept for the report."""
+        if not self.is_ending(rank):
+            self._last_board(rank)[:] = self.board(rank)
+            self.set_state(rank, WorkerState.ENDING)
+
+    def is_ending(self, rank: int) -> bool:
+        """Whether the process is on its way out, and will soon be gone."""
+        return self.words[self.index(rank, _STATE)] == WorkerState.ENDING
+
+    def _last_board(self, rank: int) -> memoryview:
+        start = rank * LINE_BYTES + _LAST_BOARD
+        return self._bytes[start : start + tracing.BOARD_BYTES]
+
     def status(self, rank: int) -> RankStatus:
         words = self.words
         finished = words[self.index(rank, DONE)] & SEQUENCE_MASK
@@ -126,7 +144,9 @@ class StatusPage:
             rank=rank,
             pid=words[self.index(rank, _PID)],
             state=WorkerState(words[self.index(rank, _STATE)]),
-            open_spans=tuple(tracing.read_board(self.board(rank))),
+            open_spans=tuple(
+                tracing.read_board(self._last_board(rank)) or tracing.read_board(self.board(rank))
+            ),
             finished=finished,
             executing=executing if executing > finished else 0,
         )

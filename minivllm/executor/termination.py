@@ -21,7 +21,7 @@ from minivllm.executor.rpc import RpcChannel
 from minivllm.executor.status_page import RankStatus, StatusPage, WorkerState
 from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, parent_end
 from minivllm.utils.network_utils import Rendezvous
-from minivllm.utils.system_utils import explain_exit
+from minivllm.utils.system_utils import ended_by_signal, explain_exit
 
 # Twice this is what a caller waits for its error when a start-up fails while another rank is stuck in a rendezvous.
 _HURRY_S = 0.15
@@ -168,7 +168,7 @@ class ExecutorResources:
         if not dead or self.shutting_down:
             return self.shutting_down
         # A signal is a cause; an exit code may be the effect of another worker's death.
-        dead.sort(key=lambda handle: ((handle.exitcode or 0) >= 0, handle.rank))
+        dead.sort(key=lambda handle: (not ended_by_signal(handle.exitcode), handle.rank))
         if self.fail("; ".join(map(self.describe_death, dead))):
             with tracing.span(
                 "monitor.worker_died",

@@ -217,6 +217,8 @@ class _WorkerMain:
             # The time for cleaning up is over.
             os._exit(128 + signum)
         self._ending = True
+        # Before anything is unwound: other ranks notice that, and their errors may be there before this process is gone.
+        self.page.begin_end(self.rank)
         raise SystemExit(128 + signum)
 
     def _send_failed(self, ready_pipe: Connection, error: BaseException) -> None:

@@ -143,6 +143,10 @@ class WorkerProc:
                 self._run_loop(self.rpc_broadcast_mq.dequeue)
             except MessageQueueClosed as closed:
                 span.set(ended=str(closed))
+            except BaseException:
+                # No error of the method's, which _run_loop reports: sys.exit() in it, for one.
+                self.page.begin_end(self.rank)
+                raise
 
     def _run_loop(self, dequeue: Callable[..., Any]) -> None:
         words, rank = self.page.words, self.rank

@@ -23,7 +23,7 @@ from minivllm.exceptions import (
     WorkerStartupError,
     WorkerStartupTimeout,
 )
-from minivllm.executor.status_page import StatusPage
+from minivllm.executor.status_page import StatusPage, WorkerState
 from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, WorkerProcHandle, parent_end
 from minivllm.tracing.context import environment as set_environment
 from minivllm.utils.numa_utils import choose_numa_node, numa_nodes
@@ -44,6 +44,8 @@ FAILED_STR = "FAILED"
 _PROGRESS_EVERY_S = 0.1
 # A worker that fails takes others down; a moment later the pipes show who else has failed, and why.
 _OTHERS_S = 0.05
+# One that is on its way out (SIGTERM) says so at once, and is gone after its clean-up.
+_LEAVE_S = 3.0
 
 # os.environ is one per process: executors that start in several threads take turns with it.
 _start_lock = threading.Lock()
@@ -203,11 +205,18 @@ def _startup_failure(
     A worker that was killed explains others that fail; the other way round it does not. Otherwise the first counts.
     """
     errors = [_describe_failure(resources, handle, message)]
-    for pipe in wait(list(pipes), _OTHERS_S):
-        assert isinstance(pipe, Connection)
-        message = _receive(pipe)
-        if message is None or message["status"] != READY_STR:
-            errors.append(_describe_failure(resources, pipes[pipe], message))
+    patience = tracing.Patience(_OTHERS_S)
+    while pipes:
+        leaving = [
+            pipe for pipe, other in pipes.items() if resources.status(other.rank).state == WorkerState.ENDING
+        ]
+        if patience.left() + (_LEAVE_S if leaving else 0) <= 0:
+            break
+        for pipe in wait(list(pipes), _OTHERS_S):
+            assert isinstance(pipe, Connection)
+            message, other = _receive(pipe), pipes.pop(pipe)
+            if message is None or message["status"] != READY_STR:
+                errors.append(_describe_failure(resources, other, message))
     errors.sort(key=lambda error: error[0])
     first = errors[0][1]
     if sys.version_info >= (3, 11):

@@ -132,9 +132,14 @@ def explain_exit(exitcode: int | None) -> str:
         return f"was killed by {_signal_name(-exitcode)}"
     if exitcode == MAIN_GUARD_EXIT_CODE:
         return f"could not be started: {MAIN_GUARD_ERROR}"
-    if 128 < exitcode < 128 + 65:
+    if ended_by_signal(exitcode):
         return f"ended after {_signal_name(exitcode - 128)} (exit code {exitcode})"
     return f"exited with code {exitcode}"
+
+
+def ended_by_signal(exitcode: int | None) -> bool:
+    """Whether a signal ended the process, at once or by way of a handler that cleaned up."""
+    return exitcode is not None and (exitcode < 0 or 128 < exitcode < 128 + 65)
 
 
 def _signal_name(number: int) -> str:
