@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import time
@@ -48,7 +49,24 @@ from minivllm.exceptions import ConfigError, RequestError
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"trace_level": "rpc"}, "needs a directory"),
         ({"trace": "/tmp", "trace_level": "everything"}, "everything"),
+        ({"trace": ""}, "trace='' is not valid"),
         ({"gpu_memory_utilization": 2}, "gpu_memory_utilization=2"),
+        (
+            {"gpu_memory_utilization": "x"},
+            "gpu_memory_utilization='x' is not valid: a number above 0 and up to 1",
+        ),
+        ({"startup_timeout_s": -1}, "startup_timeout_s=-1 is not valid: a number of seconds above 0"),
+        ({"startup_timeout_s": float("nan")}, "startup_timeout_s=nan"),
+        ({"startup_timeout_s": "x"}, "startup_timeout_s='x'"),
+        ({"max_model_len": 1}, "max_model_len=1 is not valid: .* allows 2"),
+        ({"worker_cls": Path}, "worker_cls is the class Path itself: give its name, 'pathlib.Path'"),
+        ({"worker_cls": 5}, "worker_cls=5 is not valid: the qualified name of a class"),
+        ({"worker_cls": "os.path"}, "worker_cls='os.path' is no class, but a module"),
+        (
+            {"worker_cls": "nosuch.Mod"},
+            "worker_cls='nosuch.Mod' cannot be found: there is no module named 'nosuch'",
+        ),
+        ({"worker_extension_cls": "Mixin"}, "worker_extension_cls='Mixin' is not valid"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -63,18 +81,86 @@ def test_a_bad_setting_is_refused_before_any_process_starts(kwargs: dict[str, An
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(EngineArgs)])
+def test_a_setting_of_any_type_is_taken_or_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but ConfigError comes out, whatever somebody passes, and it names the setting."""
+    monkeypatch.chdir(tmp_path)
+    values: list[Any] = [
+        float("nan"),
+        float("inf"),
+        -1,
+        0,
+        1.5,
+        "x",
+        "",
+        "a\0b",
+        b"x",
+        [],
+        {},
+        [5],
+        object(),
+        10**30,
+        int,
+    ]
+    refusals = []
+    for value in values:
+        try:
+            EngineArgs(**{"device": "cpu", name: value}).create_engine_config()
+        except ConfigError as error:
+            refusals.append(str(error))
+    assert all(name in text and "\n" not in text for text in refusals)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": None}, "does not say which architecture"),
-        ({"vocab_size": None}, "vocab_size|no number"),
+        ({"architectures": 5}, r"config\.json: architectures=5 is not valid"),
+        ({"vocab_size": None}, r"config\.json lacks vocab_size"),
+        ({"vocab_size": "many"}, r"config\.json: vocab_size='many' is not valid: an integer of at least 1"),
+        ({"num_attention_heads": 0}, r"config\.json: num_attention_heads=0"),
+        ({"head_dim": None, "hidden_size": 30}, r"config\.json lacks head_dim, and hidden_size=30"),
+        ({"rms_norm_eps": "small"}, r"config\.json: rms_norm_eps='small'"),
+        (
+            {"tie_word_embeddings": "yes"},
+            r"config\.json: tie_word_embeddings='yes' is not valid: true or false",
+        ),
+        (
+            {"eos_token_id": [0, "x"]},
+            r"config\.json: eos_token_id=\[0, 'x'\] is not valid: a token id or a list",
+        ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": "yarn"}, r"config\.json: rope_scaling='yarn' is not valid: an object"),
+        (
+            {"rope_parameters": {"rope_theta": "x"}, "rope_theta": None},
+            r"config\.json: rope_parameters=.*rope_theta",
+        ),
     ],
 )
 def test_an_unsuitable_checkpoint_is_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:
     config = json.loads((Path(BUNDLED_CHECKPOINT) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=text):
+        LLM(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            '{"eos_token_id": "x"}',
+            r"generation_config\.json: eos_token_id='x' is not valid: a token id or a list",
+        ),
+        ("[1]", r"generation_config\.json is not a JSON object, but a list"),
+        ("{", r"generation_config\.json cannot be read"),
+    ],
+)
+def test_an_unsuitable_generation_config_is_refused(content: str, text: str, tmp_path: Path) -> None:
+    shutil.copy(Path(BUNDLED_CHECKPOINT) / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=text):
         LLM(tmp_path, device="cpu")
 
@@ -130,7 +216,6 @@ def test_a_bad_sampling_argument_is_named(kwargs: dict[str, Any], text: str) -> 
 
 def test_every_engine_argument_reaches_the_configuration_or_is_refused(tmp_path: Path) -> None:
     """No argument is accepted and then ignored."""
-    import dataclasses
 
     def leaves(value: Any) -> list[Any]:
         if dataclasses.is_dataclass(value):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from minivllm.assets.make_checkpoint import PRESETS, make_random_checkpoint
 from minivllm.exceptions import ConfigError
+from minivllm.executor.uniproc_executor import UniProcExecutor
 from minivllm.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -106,7 +107,10 @@ def test_unreadable_files(checkpoint: Path, tmp_path: Path) -> None:
         tokens(path)
     index = path / "model.safetensors.index.json"
     index.write_text("{}")
-    with pytest.raises(ConfigError, match=r"index\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"index\.json lacks weight_map"):
+        tokens(path)
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": 5}}))
+    with pytest.raises(ConfigError, match=r"index\.json: weight_map\['model\.norm\.weight'\]=5 is not valid"):
         tokens(path)
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
     with pytest.raises(ConfigError, match=r"gone.safetensors does not exist"):
@@ -138,3 +142,16 @@ def test_a_rank_reads_its_shard_only(checkpoint: Path) -> None:
         workers.shut_down_workers()
     finally:
         workers.close()
+
+
+def test_a_process_has_room_for_one_model(checkpoint: Path) -> None:
+    """The second is refused with what to do, and leaves the groups of the first alone."""
+    config = make_config(str(checkpoint))
+    with local_worker(str(checkpoint)) as worker:
+        before = [r.output for r in Driver(worker).generate(PROMPTS, GREEDY)]
+        with pytest.raises(
+            ConfigError, match=r"runs a model already .*shutdown\(\) .*MINIVLLM_ENABLE_MULTIPROCESSING"
+        ):
+            UniProcExecutor(config)
+        assert [r.output for r in Driver(worker).generate(PROMPTS, GREEDY)] == before
+    UniProcExecutor(config).shutdown()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minivllm.config.checks import check_integers, is_number
 from minivllm.exceptions import ConfigError
 
 
@@ -29,13 +30,17 @@ class CacheConfig:
     num_gpu_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_size, int) or isinstance(self.block_size, bool) or self.block_size < 1:
+        check_integers(self, ("block_size",), 1)
+        share = self.gpu_memory_utilization
+        if not (is_number(share) and 0 < share <= 1):
             raise ConfigError(
-                f"block_size={self.block_size!r} is not valid: an integer of at least 1 is needed"
+                f"gpu_memory_utilization={share!r} is not valid: a number above 0 and up to 1 is needed"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} is not in (0, 1]")
-        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
-            raise ConfigError("num_gpu_blocks_override must be at least 2: block 0 is the null block")
-        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
-            raise ConfigError("kv_cache_memory_bytes must be positive")
+        if self.num_gpu_blocks_override == 1:
+            raise ConfigError(
+                "num_gpu_blocks_override=1 is not valid: block 0 is the null block, so at least 2 are needed"
+            )
+        if self.num_gpu_blocks_override is not None:
+            check_integers(self, ("num_gpu_blocks_override",), 2)
+        if self.kv_cache_memory_bytes is not None:
+            check_integers(self, ("kv_cache_memory_bytes",), 1, (1 << 63) - 1)

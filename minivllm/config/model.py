@@ -9,11 +9,12 @@ caller within milliseconds.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minivllm.config.checks import check_flags, is_integer, is_number
+from minivllm.config.json_file import JsonFile
 from minivllm.exceptions import ConfigError
 
 BUNDLED_CHECKPOINT = Path(__file__).resolve().parent.parent / "assets" / "tiny-qwen3"
@@ -74,6 +75,17 @@ class ModelConfig:
             raise ConfigError(
                 f"logprobs_mode={self.logprobs_mode!r} is not supported; use {', '.join(LOGPROBS_MODES)}"
             )
+        check_flags(self, ("enforce_eager",))
+        if not (is_integer(self.seed) and -(1 << 63) <= self.seed < 1 << 63):
+            raise ConfigError(f"seed={self.seed!r} is not valid: an integer of 64 bits is needed")
+        if self.logits_processors is not None and not (
+            isinstance(self.logits_processors, list)
+            and all(isinstance(item, (str, type)) for item in self.logits_processors)
+        ):
+            raise ConfigError(
+                f"logits_processors={self.logits_processors!r} is not valid: a list of classes or of names of the form "
+                "'module:Class' is needed"
+            )
         if self.model is None:
             self.model = str(BUNDLED_CHECKPOINT)
         if not isinstance(self.model, str) or not self.model:
@@ -89,25 +101,23 @@ class ModelConfig:
                 "or leave it out to use the bundled one"
             )
         try:
-            self.hf_config = json.loads(config_file.read_text(encoding="utf-8"))
+            config = JsonFile(config_file)
         except FileNotFoundError:
             raise ConfigError(f"{config_file} does not exist; is {self.model!r} a checkpoint?") from None
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"{config_file} cannot be read: {e}") from None
-        self._read_shape()
+        self.hf_config = config.data
+        self._read_shape(config)
         self._resolve_dtype()
         self._resolve_length()
 
-    def _read_shape(self) -> None:
-        c = self.hf_config
-        if not isinstance(c, dict):
-            raise ConfigError(f"config.json of {self.model!r} is not a JSON object")
-        architectures = c.get("architectures") or []
+    def _read_shape(self, config: JsonFile) -> None:
+        architectures = config.data.get("architectures") or []
         if not architectures:
             raise ConfigError(
-                f"config.json of {self.model!r} does not say which architecture the model has (architectures); "
+                f"{config.path} does not say which architecture the model has (architectures); "
                 f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
+        if not isinstance(architectures, list):
+            raise config.error("architectures", "a list of names is needed")
         known = [a for a in architectures if a in SUPPORTED_ARCHITECTURES]
         if not known:
             raise ConfigError(
@@ -115,51 +125,53 @@ class ModelConfig:
                 f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
         self.architecture = known[0]
-        try:
-            self.vocab_size = int(c["vocab_size"])
-            self.hidden_size = int(c["hidden_size"])
-            self.intermediate_size = int(c["intermediate_size"])
-            self.num_hidden_layers = int(c["num_hidden_layers"])
-            self.num_attention_heads = int(c["num_attention_heads"])
-            self.num_key_value_heads = int(c.get("num_key_value_heads") or c["num_attention_heads"])
-            self.max_position_embeddings = int(c["max_position_embeddings"])
-        except KeyError as e:
-            raise ConfigError(f"config.json of {self.model!r} lacks {e}") from None
-        except (TypeError, ValueError) as e:
-            raise ConfigError(f"config.json of {self.model!r} has a value that is no number: {e}") from None
-        self.head_dim = int(c.get("head_dim") or self.hidden_size // self.num_attention_heads)
-        self.rms_norm_eps = float(c.get("rms_norm_eps", 1e-6))
-        self.tie_word_embeddings = bool(c.get("tie_word_embeddings", False))
-        self.attention_bias = bool(c.get("attention_bias", False))
+        self.vocab_size = config.integer("vocab_size")
+        self.hidden_size = config.integer("hidden_size")
+        self.intermediate_size = config.integer("intermediate_size")
+        self.num_hidden_layers = config.integer("num_hidden_layers")
+        self.num_attention_heads = config.integer("num_attention_heads")
+        self.num_key_value_heads = config.integer("num_key_value_heads", self.num_attention_heads)
+        self.max_position_embeddings = config.integer("max_position_embeddings")
+        if config.data.get("head_dim") is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"{config.path} lacks head_dim, and hidden_size={self.hidden_size} does not divide by "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        self.head_dim = config.integer("head_dim", self.hidden_size // self.num_attention_heads)
+        self.rms_norm_eps = config.number("rms_norm_eps", 1e-6)
+        self.tie_word_embeddings = config.flag("tie_word_embeddings")
+        self.attention_bias = config.flag("attention_bias")
         # transformers 5 writes rope_parameters, earlier releases rope_theta and rope_scaling.
-        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        field = "rope_parameters" if config.data.get("rope_parameters") else "rope_scaling"
+        rope = config.table(field)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", None):
             raise ConfigError(
                 f"RoPE scaling {kind!r} of {self.model!r} is not supported; only unscaled RoPE is"
             )
-        self.rope_theta = float(c.get("rope_theta") or rope.get("rope_theta") or 10000.0)
-        if c.get("use_sliding_window"):
+        theta = rope.get("rope_theta")
+        if theta is not None and not (is_number(theta) and theta > 0):
+            raise config.error(field, "its rope_theta has to be a number above 0")
+        self.rope_theta = config.number("rope_theta", float(theta or 10000.0))
+        if config.flag("use_sliding_window"):
             raise ConfigError(f"sliding-window attention of {self.model!r} is not supported")
-        if c.get("hidden_act", "silu") != "silu":
+        if config.data.get("hidden_act", "silu") != "silu":
             raise ConfigError(
-                f"hidden_act {c['hidden_act']!r} of {self.model!r} is not supported; only silu is"
+                f"hidden_act {config.data['hidden_act']!r} of {self.model!r} is not supported; only silu is"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{self.num_attention_heads} attention heads do not divide by "
                 f"{self.num_key_value_heads} key/value heads in {self.model!r}"
             )
-        eos = c.get("eos_token_id")
-        generation = Path(str(self.model)) / "generation_config.json"
-        if generation.is_file():
-            try:
-                eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id", eos)
-            except ValueError as e:
-                raise ConfigError(f"{generation} cannot be read: {e}") from None
-        self.eos_token_ids = (
-            [] if eos is None else [int(t) for t in (eos if isinstance(eos, list) else [eos])]
-        )
+        self.eos_token_ids = config.token_ids("eos_token_id")
+        try:
+            generation = JsonFile(config.path.with_name("generation_config.json"))
+        except FileNotFoundError:
+            return
+        # Also null there takes back what config.json says.
+        if "eos_token_id" in generation.data:
+            self.eos_token_ids = generation.token_ids("eos_token_id")
 
     def _resolve_dtype(self) -> None:
         if self.dtype == "auto":
@@ -172,10 +184,10 @@ class ModelConfig:
     def _resolve_length(self) -> None:
         if self.max_model_len is None:
             self.max_model_len = self.max_position_embeddings
-        elif not 1 <= self.max_model_len <= self.max_position_embeddings:
+        elif not (is_integer(self.max_model_len) and 2 <= self.max_model_len <= self.max_position_embeddings):
             raise ConfigError(
-                f"max_model_len={self.max_model_len} is not valid: {self.model!r} allows 1 to "
-                f"{self.max_position_embeddings}"
+                f"max_model_len={self.max_model_len!r} is not valid: {self.model!r} allows 2 (a token of prompt and one "
+                f"of output) to {self.max_position_embeddings}"
             )
 
     def verify_with_parallel_config(self, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from minivllm.config.checks import check_class_name, check_flags, check_integers, check_seconds
 from minivllm.exceptions import ConfigError
 
 
@@ -38,15 +39,21 @@ class ParallelConfig:
     startup_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "prefill_context_parallel_size",
-            "nnodes",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} is not valid: an integer of at least 1 is needed")
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes")
+        check_integers(self, sizes, 1)
+        check_integers(self, ("node_rank",), 0)
+        check_integers(self, ("master_port",), 0, 65535)
+        check_flags(self, ("numa_bind",))
+        if not isinstance(self.master_addr, str) or not self.master_addr:
+            raise ConfigError(
+                f"master_addr={self.master_addr!r} is not valid: an address, as text, is needed"
+            )
+        if self.startup_timeout_s is not None:
+            check_seconds("startup_timeout_s", self.startup_timeout_s)
+        if self.worker_cls != "auto":
+            check_class_name("worker_cls", self.worker_cls)
+        if self.worker_extension_cls != "":
+            check_class_name("worker_extension_cls", self.worker_extension_cls)
         if self.prefill_context_parallel_size != 1:
             raise ConfigError("prefill_context_parallel_size above 1 is not supported")
         if self.world_size % self.nnodes:

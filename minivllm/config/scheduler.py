@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minivllm.config.checks import check_flags, check_integers
 from minivllm.exceptions import ConfigError
 
 
@@ -28,12 +29,8 @@ class SchedulerConfig:
     async_scheduling: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-                raise ConfigError(
-                    f"{name}={value!r} is not valid: an integer from 1 to {(1 << 31) - 1} is needed"
-                )
+        check_integers(self, ("max_num_seqs", "max_num_batched_tokens"), 1)
+        check_flags(self, ("enable_chunked_prefill", "async_scheduling"))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below "

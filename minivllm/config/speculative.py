@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from minivllm.config.checks import INT_MAX, is_integer
 from minivllm.config.model import ModelConfig
 from minivllm.exceptions import ConfigError
 
@@ -66,7 +67,7 @@ class SpeculativeConfig:
         if model is None:
             raise ConfigError("speculative_config: method='draft_model' needs model, a checkpoint directory")
         draft = ModelConfig(
-            model=os.fspath(model),
+            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
             dtype=target.dtype,
             max_model_len=target.max_model_len,
             seed=target.seed,
@@ -96,7 +97,7 @@ class SpeculativeConfig:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_integer(value) and 1 <= value <= INT_MAX
 
 
 def _prompt_lookup(given: dict[str, Any]) -> tuple[int, int]:

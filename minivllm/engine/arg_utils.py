@@ -86,8 +86,6 @@ class EngineArgs:
 
     def create_engine_config(self) -> VllmConfig:
         """Check everything that can be checked without starting a process. Raises ConfigError."""
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ConfigError(f"seed={self.seed!r} is not valid: an integer is needed")
         device = resolve_device(self.device)
         model_config = ModelConfig(
             model=None if self.model is None else _path("model", self.model),
@@ -125,7 +123,7 @@ class EngineArgs:
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 enable_chunked_prefill=self.enable_chunked_prefill,
-                async_scheduling=bool(self.async_scheduling),
+                async_scheduling=False if self.async_scheduling is None else self.async_scheduling,
             ),
             observability_config=self._observability_config(),
             speculative_config=None
@@ -168,6 +166,8 @@ class EngineArgs:
 
 def _path(name: str, value: str | os.PathLike[str]) -> str:
     """A path as text. Raises ConfigError that names the argument."""
-    if not isinstance(value, (str, os.PathLike)):
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    # Nothing can have a name with a null character, which comes out of os as a ValueError.
+    if not isinstance(path, str) or not path or "\0" in path:
         raise ConfigError(f"{name}={value!r} is not valid: a directory is needed, as a string or a path")
-    return os.fspath(value)
+    return path

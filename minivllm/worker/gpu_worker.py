@@ -81,6 +81,7 @@ class Worker(WorkerBase):
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self.platform: Platform = get_platform(vllm_config.device)
         self.init_snapshot = (0, 0)
+        self._in_world = False
         self._runner: GPUModelRunnerV1 | GPUModelRunnerV2 | None = None
         self._pipeline_runner: GPUModelRunnerV1 | GPUModelRunnerV2 | None = None
         self._warm_up: Callable[[], list[str]]
@@ -105,6 +106,13 @@ class Worker(WorkerBase):
         parallel_config, model_config = self.parallel_config, self.model_config
         if model_config is None:
             raise ConfigError("this worker needs a model; the configuration has none")
+        if torch.distributed.is_initialized():
+            raise ConfigError(
+                "this process runs a model already (or has process groups of its own), and there is room for one: call "
+                "shutdown() of the other LLM first, or unset MINIVLLM_ENABLE_MULTIPROCESSING, and each gets a process of "
+                "its own"
+            )
+        self._in_world = True
         with tracing.span("worker.init_device", device=self.vllm_config.device, rank=self.rank):
             with tracing.span("device.bind", local_rank=self.local_rank) as s:
                 self.device = self.platform.bind_device(self.local_rank, parallel_config.local_world_size)
@@ -273,6 +281,10 @@ class Worker(WorkerBase):
         if self._runner is not None:
             self._runner.shutdown()
             self._runner = self._pipeline_runner = None
+        # The groups of another worker, or of the caller, are theirs to destroy.
+        if not self._in_world:
+            return
+        self._in_world = False
         with tracing.span("dist.destroy"):
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()

@@ -6,7 +6,6 @@ Articles: part 1 §8.2
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minivllm.config.json_file import JsonFile
 from minivllm.exceptions import ConfigError
 
 
@@ -86,11 +86,15 @@ class SafetensorsCheckpoint:
                 self.file_of.update(dict.fromkeys(self._file(file).keys(), file))
 
     def _from_index(self, index: Path) -> None:
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self.file_of = {name: self.directory / file for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
-            raise ConfigError(f"{index} cannot be read: {type(e).__name__}: {e}") from None
+        weight_map = JsonFile(index).table("weight_map")
+        if not weight_map:
+            raise ConfigError(f"{index} lacks weight_map, which names the file of each tensor")
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise ConfigError(
+                    f"{index}: weight_map[{name!r}]={file!r} is not valid: the name of a file is needed"
+                )
+        self.file_of = {name: self.directory / file for name, file in weight_map.items()}
         for file in sorted(set(self.file_of.values())):
             held = set(self._file(file).keys())
             for name, where in self.file_of.items():
