@@ -327,15 +327,38 @@ def exit_without_shutdown() -> None:
     sys.exit(7)
 
 
-def forked_child_does_not_end_the_engine() -> None:
-    llm = start()
-    pid = os.fork()
-    if pid == 0:
+def forked_child_cannot_use_or_end_the_engine() -> None:
+    """With EngineCore in a process of its own and in this one; also while a thread of the parent is in a call."""
+
+    def use_in_a_child(llm: LLM) -> None:
+        busy = threading.Thread(target=llm.generate, args=([1], SHORT))
+        busy.start()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(5)
+            calls: list[Callable[[], object]] = [
+                lambda: llm.generate([1], SHORT),
+                lambda: llm.collective_rpc("pid"),
+                lambda: llm.llm_engine.abort_requests(["0"]),
+                llm.llm_engine.engine_core.get_output,
+            ]
+            for call in calls:
+                try:
+                    call()
+                    os._exit(3)
+                except EngineDeadError as error:
+                    if f"belongs to process {os.getppid()}, and process {os.getpid()}" not in str(error):
+                        os._exit(4)
+            llm.shutdown()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        busy.join()
+        assert llm.generate([1], SHORT)[0].finished
         llm.shutdown()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert llm.generate([1], SHORT)[0].finished
-    llm.shutdown()
+
+    for own_process in ("1", "0"):
+        os.environ["MINIVLLM_ENABLE_MULTIPROCESSING"] = own_process
+        use_in_a_child(start())
 
 
 def run_until_killed(phase: str) -> None:

@@ -33,7 +33,7 @@ SCENARIOS = [
     "interrupted_between_sending_and_waiting",
     "rpc_timeout",
     "twenty_starts_and_stops",
-    "forked_child_does_not_end_the_engine",
+    "forked_child_cannot_use_or_end_the_engine",
 ]
 
 

@@ -92,7 +92,7 @@ def test_D1_death_reports_what_was_running() -> None:
 
 
 @pytest.mark.parametrize(
-    "how, text", [("kill:15", "ended after SIGTERM (exit code 143)"), ("sleep:0", "exited with code 7")]
+    ("how", "text"), [("kill:15", "ended after SIGTERM (exit code 143)"), ("sleep:0", "exited with code 7")]
 )
 @scenario()
 def test_a_rank_that_cleans_up_before_it_is_gone_is_the_one_that_is_named(how: str, text: str) -> None:
@@ -446,16 +446,24 @@ def test_E2_L15_two_forking_executors() -> None:
 
 @scenario()
 def test_E2_child_that_somebody_else_forks() -> None:
-    """It holds no pipe open, and its end does not end the parent's workers."""
+    """It holds no pipe open, cannot call anything, and its end does not end the parent's workers."""
     executor = make_executor()
+    future = executor.collective_rpc("sleep", args=(0.3, "mine"), non_block=True)
     pid = os.fork()
     if pid == 0:
+        signal.alarm(5)
+        parent = os.getppid()
+        for call in (lambda: executor.collective_rpc("echo"), executor.check_health, future.result):
+            with raises(ExecutorFailedError, f"belongs to process {parent}, and process {os.getpid()}"):
+                call()
+        assert not future.done()
         executor.shutdown()  # not this process's to end
         del executor
         gc.collect()
         time.sleep(1.5)
         os._exit(0)
     time.sleep(0.2)
+    assert future.result() == ["mine", "mine"]
     assert executor.collective_rpc("echo", args=(1,)) == [1, 1]
     started = time.monotonic()
     executor.shutdown()

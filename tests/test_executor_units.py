@@ -37,6 +37,18 @@ def make_uni(**parallel: Any) -> UniProcExecutor:
     return UniProcExecutor(config)
 
 
+@scenario()
+def test_uniproc_is_of_no_use_in_a_forked_child() -> None:
+    executor = make_uni()
+    if (pid := os.fork()) == 0:
+        with raises(ExecutorFailedError, f"belongs to process {os.getppid()}, and process {os.getpid()}"):
+            executor.collective_rpc("echo")
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert executor.collective_rpc("echo", args=(1,)) == [1]
+    executor.shutdown()
+
+
 def test_uniproc_has_the_same_interface() -> None:
     with make_uni() as executor:
         call = executor.collective_rpc

@@ -47,6 +47,7 @@ from minivllm.engine.serial_utils import FunctionByValue, decode_exception, pick
 from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError
 from minivllm.executor.leftovers import remove_leftovers
 from minivllm.executor.status_page import StatusPage
+from minivllm.utils import ownership
 from minivllm.utils.system_utils import (
     MAIN_GUARD_ERROR,
     MAIN_GUARD_EXIT_CODE,
@@ -67,7 +68,18 @@ _KILL_AFTER_S = 2.0
 
 
 class EngineCoreClient(ABC):
-    """What LLMEngine needs of EngineCore, wherever it runs."""
+    """What LLMEngine needs of EngineCore, wherever it runs.
+
+    Every method except shutdown() raises EngineDeadError in a child that was forked after the client was made.
+    """
+
+    def __init__(self) -> None:
+        self._owner = ownership.Owner()
+
+    def check_owner(self) -> None:
+        """Raises EngineDeadError in a forked child."""
+        if self._owner.generation != ownership.generation:
+            raise EngineDeadError(self._owner.refusal("engine"))
 
     @staticmethod
     def make_client(
@@ -122,6 +134,7 @@ class InprocClient(EngineCoreClient):
     def __init__(
         self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes = b""
     ) -> None:
+        super().__init__()
         self.engine_core = EngineCore(vllm_config, executor_class)
         self._failure: str | None = None
 
@@ -129,9 +142,11 @@ class InprocClient(EngineCoreClient):
         return self.engine_core.limits
 
     def add_request(self, request: EngineCoreRequest) -> None:
+        self.check_owner()
         self.engine_core.add_request(self.engine_core.preprocess_add_request(request))
 
     def abort_requests(self, request_ids: list[str]) -> None:
+        self.check_owner()
         self.engine_core.abort_requests(request_ids)
         self._run(self._let_go)
 
@@ -147,6 +162,8 @@ class InprocClient(EngineCoreClient):
             core.step_fn()
 
     def _run(self, action: Callable[[], _T]) -> _T:
+        if self._owner.generation != ownership.generation:
+            self.check_owner()
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         try:
@@ -166,6 +183,7 @@ class InprocClient(EngineCoreClient):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        self.check_owner()
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         try:
@@ -302,6 +320,7 @@ class SyncMPClient(EngineCoreClient):
     def __init__(
         self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes = b""
     ) -> None:
+        super().__init__()
         check_main_guard()
         check_main_file()
         self._startup_timeout_s = (
@@ -399,6 +418,7 @@ class SyncMPClient(EngineCoreClient):
             self._send(EngineCoreRequestType.ABORT, request_ids)
 
     def _send(self, kind: EngineCoreRequestType, payload: Any) -> None:
+        self.check_owner()
         with self._lock:
             self._raise_if_dead()
             # From the moment on in which it is sent: an interrupt may come before anybody waits for the answer.
@@ -413,6 +433,9 @@ class SyncMPClient(EngineCoreClient):
                 self._receive()
 
     def get_output(self) -> list[EngineCoreOutput]:
+        # Before the lock, which another thread may have held when this process was forked.
+        if self._owner.generation != ownership.generation:
+            self.check_owner()
         with self._lock:
             while not self._outputs:
                 self._receive()
@@ -430,6 +453,7 @@ class SyncMPClient(EngineCoreClient):
         return results
 
     def _call_utility(self, name: str, *args: Any) -> Any:
+        self.check_owner()
         arguments = pickle_value((args, {}))
         with self._lock:
             self._next_call_id += 1

@@ -105,9 +105,10 @@ class LLM:
 
         An exception on the way, KeyboardInterrupt above all, takes the requests back and leaves the engine usable.
         """
+        engine = self.llm_engine
+        engine.engine_core.check_owner()
         items = _as_list(prompts)
         params = _params_for(sampling_params, len(items))
-        engine = self.llm_engine
         requests = []
         for index, (prompt, prompt_params) in enumerate(zip(items, params, strict=True)):
             try:

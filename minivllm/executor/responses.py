@@ -23,6 +23,7 @@ from minivllm.executor.rank_report import RankReport
 from minivllm.executor.status_page import DONE, FAILURE_MASK, SEQUENCE_BITS, SEQUENCE_MASK, StatusPage
 from minivllm.tracing.deadlines import Patience, deadline_clock
 from minivllm.tracing.ended import write_ended
+from minivllm.utils import ownership
 from minivllm.utils.system_utils import yield_core
 
 _SPIN_S = 0.0002
@@ -74,6 +75,7 @@ class Responses:
         self._is_ending = page.is_ending
         self._find_dead = find_dead
         self._report = report
+        self._owner = ownership.Owner()
         self.lock = threading.RLock()
         self.ranks = tuple(range(page.world_size))
         self.pending: deque[PendingCall] = deque()  # oldest first
@@ -92,6 +94,11 @@ class Responses:
     def error(self) -> ExecutorFailedError:
         """What a call gets after `close`; a new object each time, since each is raised with its own traceback."""
         return ExecutorFailedError(self.closed or "the executor is being shut down")
+
+    def check_owner(self) -> None:
+        """Raises ExecutorFailedError in a forked child, which would take the responses away from its parent."""
+        if self._owner.generation != ownership.generation:
+            raise ExecutorFailedError(self._owner.refusal("executor"))
 
     def expect(self, call: PendingCall) -> None:
         """Enter a call before it is sent: its response may be there before the sending has returned."""
@@ -127,6 +134,8 @@ class Responses:
             TimeoutError: `limit` has passed. (A call whose own deadline passes is done, and its outcome an error.)
         """
         drained = 0
+        if self._owner.generation != ownership.generation:
+            self.check_owner()
         while not call.done:
             stop = call.deadline if limit is None else _earlier(call.deadline, limit)
             if not self.lock.acquire(timeout=-1 if stop is None else max(0.0, stop - deadline_clock())):
@@ -374,7 +383,9 @@ class Responses:
 
     def poll(self, call: PendingCall) -> None:
         """Finish calls up to `call` as far as this is possible without waiting."""
-        if self.closed or not self.lock.acquire(blocking=False):
+        if self.closed or self._owner.generation != ownership.generation:
+            return
+        if not self.lock.acquire(blocking=False):
             return
         finished = []
         try:

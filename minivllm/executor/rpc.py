@@ -90,6 +90,7 @@ class RpcChannel:
             Exception: the arguments cannot be pickled.
         """
         responses = self.responses
+        responses.check_owner()
         ranks = responses.ranks
         call = PendingCall(
             label,

@@ -17,6 +17,7 @@ from minivllm.exceptions import ConfigError, ExecutorFailedError
 from minivllm.executor.abstract import Executor, FailureCallback, KVOutputAggregator
 from minivllm.executor.status_page import RankStatus, WorkerState
 from minivllm.outputs import AsyncModelRunnerOutput
+from minivllm.utils import ownership
 from minivllm.utils.network_utils import Rendezvous
 from minivllm.worker.worker_base import WorkerWrapperBase
 
@@ -48,6 +49,7 @@ class UniProcExecutor(Executor):
         if self.parallel_config.world_size != 1:
             raise ConfigError(f"UniProcExecutor runs one rank, not {self.parallel_config.world_size}")
         self._closed = False
+        self._owner = ownership.Owner()
         rendezvous = Rendezvous()
         self.driver_worker = WorkerWrapperBase(rpc_rank=0)
         self._finalizer = weakref.finalize(self, _shut_down, self.driver_worker, rendezvous, os.getpid())
@@ -112,6 +114,9 @@ class UniProcExecutor(Executor):
     def _run(
         self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
+        # The worker's OpenMP threads, and its CUDA context, do not exist in a forked child.
+        if self._owner.generation != ownership.generation:
+            raise ExecutorFailedError(self._owner.refusal("executor"))
         if self._closed:
             raise ExecutorFailedError("the executor has been shut down")
         name = method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
