@@ -39,6 +39,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    # What is not imported yet is there all the same, for a REPL that completes names.
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         import importlib

@@ -15,6 +15,26 @@ from minivllm.exceptions import RequestError
 
 # Workers keep counts and token ids in 32-bit tensors.
 _INT_MAX = (1 << 31) - 1
+# Where a name of vLLM's exists that minivllm lacks, a name like it would be another thing.
+_ONLY_IN_VLLM = {
+    "SamplingParams": (
+        "allowed_token_ids",
+        "detokenize",
+        "extra_args",
+        "flat_logprobs",
+        "logprob_token_ids",
+        "output_kind",
+        "spaces_between_special_tokens",
+    ),
+    "StructuredOutputsParams": (
+        "disable_additional_properties",
+        "disable_any_whitespace",
+        "grammar",
+        "json_object",
+        "structural_tag",
+        "whitespace_pattern",
+    ),
+}
 
 
 class _NamesItsArguments(type(msgspec.Struct)):  # type: ignore[misc]
@@ -27,10 +47,15 @@ class _NamesItsArguments(type(msgspec.Struct)):  # type: ignore[misc]
             known = cls.__struct_fields__
             unknown = [name for name in kwargs if name not in known]
             if not unknown:
-                raise RequestError(f"sampling arguments are not valid: {e}") from None
+                raise RequestError(f"arguments of {cls.__name__} are not valid: {e}") from None
+            if unknown[0] in _ONLY_IN_VLLM[cls.__name__]:
+                raise RequestError(
+                    f"{unknown[0]!r} is an argument of vLLM's {cls.__name__} that minivllm does not have; known are "
+                    f"{', '.join(known)}"
+                ) from None
             nearest = difflib.get_close_matches(unknown[0], known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
-            raise RequestError(f"{unknown[0]!r} is not a sampling argument; {hint}") from None
+            raise RequestError(f"{unknown[0]!r} is not an argument of {cls.__name__}; {hint}") from None
 
 
 class StructuredOutputsParams(
@@ -161,7 +186,7 @@ class SamplingParams(
         need(
             number(self.temperature) and 0 <= self.temperature < float("inf"),
             "temperature",
-            "a number of at least 0",
+            "a finite number of at least 0",
         )
         need(
             small(self.top_k) and self.top_k >= -1,
@@ -178,8 +203,10 @@ class SamplingParams(
         need(
             number(self.repetition_penalty) and 0 < self.repetition_penalty < float("inf"),
             "repetition_penalty",
-            "a number above 0",
+            "a finite number above 0",
         )
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            need(isinstance(getattr(self, name), bool), name, "True or False")
         for name in ("presence_penalty", "frequency_penalty"):
             need(number(getattr(self, name)) and -2 <= getattr(self, name) <= 2, name, "a number in [-2, 2]")
         need(

@@ -24,6 +24,7 @@ from minivllm.config import (
 )
 from minivllm.exceptions import ConfigError
 from minivllm.platforms import resolve_device
+from minivllm.tracing.failpoints import check_ranks
 
 
 @dataclass(slots=True)
@@ -131,6 +132,8 @@ class EngineArgs:
             else SpeculativeConfig.from_dict(self.speculative_config, model_config),
             device=device,
         )
+        if envs.MINIVLLM_FAILPOINTS:
+            check_ranks(envs.MINIVLLM_FAILPOINTS, config.parallel_config.world_size)
         # Last, so that a setting that is refused for another reason leaves no directory.
         if config.observability_config.trace_dir is not None:
             self._make_trace_directory(config.observability_config.trace_dir)

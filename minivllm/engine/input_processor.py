@@ -132,7 +132,13 @@ class InputProcessor:
             try:
                 return prompt, self.tokenizer.encode(prompt).ids
             except Exception as e:
-                # Lone surrogates, for instance, cannot be encoded.
+                lone = next((i for i, c in enumerate(prompt) if "\ud800" <= c <= "\udfff"), None)
+                if lone is not None:
+                    raise RequestError(
+                        f"the prompt cannot be tokenized: its character {lone} is {prompt[lone]!r}, half of a surrogate "
+                        "pair, which stands for no character by itself (it often comes from bytes that were decoded "
+                        "with errors='surrogateescape')"
+                    ) from None
                 raise RequestError(f"the prompt cannot be tokenized: {e}") from None
         return None, self._token_ids(prompt)
 

@@ -102,6 +102,15 @@ def parse(text: str) -> dict[str, list[Failpoint]]:
     return failpoints
 
 
+def check_ranks(text: str, world_size: int) -> None:
+    """Raises ConfigError when the value of MINIVLLM_FAILPOINTS names a rank that a run with so many has not."""
+    for failpoint in (one for several in parse(text).values() for one in several):
+        rank = failpoint.who.removeprefix("rank")
+        if rank.isdigit() and int(rank) >= world_size:
+            ranks = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+            raise ConfigError(f"MINIVLLM_FAILPOINTS: {failpoint.text!r} can never act: the run has {ranks}")
+
+
 def act(failpoint: Failpoint, save_trace: Callable[[], None]) -> None:
     """Do what the failpoint says. save_trace writes finished spans and journals open ones before the process ends.
 
