@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from minivllm import LLM, EngineArgs, SamplingParams
+import minivllm
+from minivllm import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from minivllm.config import BUNDLED_CHECKPOINT
 from minivllm.exceptions import ConfigError, RequestError
 
@@ -187,14 +188,21 @@ def test_without_a_tokenizer_token_ids_still_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({"max_token": 3}, "'max_token' is not a sampling argument; did you mean max_tokens"),
-        ({"beam": 3}, "'beam' is not a sampling argument; known are n, max_tokens"),
+        ({"max_token": 3}, "'max_token' is not an argument of SamplingParams; did you mean max_tokens"),
+        ({"beam": 3}, "'beam' is not an argument of SamplingParams; known are n, max_tokens"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"max_tokens": -5}, "max_tokens=-5"),
         ({"max_tokens": 2.5}, r"max_tokens=2\.5"),
         ({"min_tokens": 20}, "min_tokens=20 exceeds max_tokens=16"),
         ({"temperature": -1}, "temperature=-1"),
+        (
+            {"allowed_token_ids": [5]},
+            "'allowed_token_ids' is an argument of vLLM's SamplingParams that minivllm does not",
+        ),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf is not valid: a finite number of at least 0"),
+        ({"ignore_eos": "x"}, "ignore_eos='x' is not valid: True or False"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens=1 is not valid"),
         ({"top_p": 0}, "top_p=0"),
         ({"top_k": -2}, "top_k=-2"),
         ({"n": 2}, "n=2"),
@@ -212,6 +220,45 @@ def test_without_a_tokenizer_token_ids_still_work(tmp_path: Path) -> None:
 def test_a_bad_sampling_argument_is_named(kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=text):
         SamplingParams(**kwargs)
+
+
+def test_structured_outputs_are_named_as_such() -> None:
+    with pytest.raises(
+        RequestError, match="'grammar' is an argument of vLLM's StructuredOutputsParams that minivllm"
+    ):
+        StructuredOutputsParams(grammar="x")
+    with pytest.raises(
+        RequestError, match="'regexp' is not an argument of StructuredOutputsParams; did you mean regex"
+    ):
+        StructuredOutputsParams(regexp="x")
+
+
+def test_a_bad_prompt_or_call_is_named() -> None:
+    """And the engine goes on."""
+    with LLM(device="cpu", worker_cls="counting_worker.CountingWorker") as llm:
+        with pytest.raises(RequestError, match=r"its character 2 is '\\ud800', half of a surrogate pair"):
+            llm.generate("ab\ud800")
+        for timeout in (-1, float("nan"), float("inf"), "x", True):
+            with pytest.raises(
+                RequestError, match=f"timeout={timeout!r} is not valid: a number of seconds from 0"
+            ):
+                llm.collective_rpc("check_health", timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="method=5 is not valid"):
+            llm.collective_rpc(5)  # type: ignore[arg-type]
+        assert llm.collective_rpc("check_health", timeout=5) == [None]
+
+
+def test_a_failpoint_of_a_rank_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIVLLM_FAILPOINTS", "run@client=sleep:0; rpc.execute@rank1=kill")
+    EngineArgs(device="cpu", tensor_parallel_size=2).create_engine_config()
+    with pytest.raises(
+        ConfigError, match=r"'rpc\.execute@rank1=kill' can never act: the run has rank 0 only"
+    ):
+        EngineArgs(device="cpu").create_engine_config()
+
+
+def test_names_can_be_completed() -> None:
+    assert {"LLM", "SamplingParams", "RequestOutput", "__version__"} <= set(dir(minivllm))
 
 
 def test_every_engine_argument_reaches_the_configuration_or_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import tracing
 from minivllm.config import VllmConfig
+from minivllm.config.checks import LONGEST_S, is_number
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import OnProgress
 from minivllm.engine.llm_engine import LLMEngine
@@ -25,9 +26,6 @@ from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.live_step import LiveStep
-
-# torch's rendezvous waits in C code, where no clock can be stopped and no number may be infinite.
-_UNLIMITED_S = 30 * 86400.0
 
 
 class LLM:
@@ -63,7 +61,8 @@ class LLM:
             EngineDeadError: EngineCore did not become ready.
         """
         if live_step:
-            kwargs["startup_timeout_s"] = _UNLIMITED_S
+            # torch's rendezvous waits in C code, where no clock can be stopped.
+            kwargs["startup_timeout_s"] = LONGEST_S
         vllm_config = EngineArgs.from_kwargs(model=model, **kwargs).create_engine_config()
         live = _step_live(live_step, vllm_config) if live_step else None
         try:
@@ -151,7 +150,17 @@ class LLM:
 
         Raises:
             RemoteError: it raised on a rank. TimeoutError: a rank is late. EngineDeadError: the engine has failed.
+            RequestError: a method or timeout that cannot be; nothing has been called then.
         """
+        if not (isinstance(method, str) or callable(method)):
+            raise RequestError(
+                f"method={method!r} is not valid: the name of a worker's method, or a function, is needed"
+            )
+        if timeout is not None and not (is_number(timeout) and 0 <= timeout <= LONGEST_S):
+            raise RequestError(
+                f"timeout={timeout!r} is not valid: a number of seconds from 0 to {LONGEST_S:.0f}, or None for no limit, "
+                "is needed"
+            )
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def get_tokenizer(self) -> Any:
