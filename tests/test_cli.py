@@ -550,7 +550,8 @@ def test_a_trace_directory_in_the_environment_that_cannot_be_used_is_bad_input()
 
 @pytest.mark.parametrize("tp", ["1", "2"])
 def test_a_checkpoint_without_weights_is_bad_input(tp: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((BUNDLED_CHECKPOINT / "config.json").read_bytes())
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((BUNDLED_CHECKPOINT / name).read_bytes())
     done = minivllm("generate", "x", "--model", str(tmp_path), "--tp", tp, "--device", "cpu")
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
@@ -558,10 +559,26 @@ def test_a_checkpoint_without_weights_is_bad_input(tp: str, tmp_path: Path) -> N
     assert tp == "1" or ("rank" in last and "worker.load_model" in last)
 
 
-def test_a_prompt_that_is_too_long_is_bad_input(tmp_path: Path) -> None:
-    done = minivllm("generate", "word " * 3000, "--max-tokens", "5")
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("minivllm: error: ")
+def test_a_prompt_that_is_too_long_is_bad_input() -> None:
+    for prompts, length, said in (
+        (["word " * 3000], "1024", "error: the prompt has 3001 tokens, but"),
+        (
+            ["x", "a class of words"],
+            "3",
+            "error: prompt 2: the prompt has 4 tokens, but prompt and output together may have 3",
+        ),
+        (["x"], "1", "error: max_model_len=1 is not valid"),
+    ):
+        done = minivllm("generate", *prompts, "--max-model-len", length)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1, "no engine is started for it"
+
+
+def test_a_checkpoint_without_a_tokenizer_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((BUNDLED_CHECKPOINT / "config.json").read_bytes())
+    done = minivllm("generate", "x", "--model", str(tmp_path), "--trace", str(tmp_path / "trace"))
+    assert done.returncode == 2 and "tokenizer.json does not exist" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "trace").exists()
 
 
 def test_demo_in_a_terminal_shows_progress_text_timelines_and_what_to_do_next(tmp_path: Path) -> None:

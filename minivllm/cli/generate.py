@@ -15,6 +15,7 @@ from minivllm.cli import common, engine
 
 if TYPE_CHECKING:
     from minivllm.request_output import RequestOutput
+    from minivllm.sampling_params import SamplingParams
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         stop=args.stop,
         ignore_eos=args.ignore_eos,
     )
+    _check(args, prompts, params)
     trace: Path | None = engine.new_trace_directory(args.trace) if args.trace is not None else None
     ranks = args.tp * args.pp
     what = "EngineCore and 1 worker" if ranks == 1 else f"EngineCore and {ranks} workers"
@@ -140,6 +142,40 @@ def _prompts(given: list[str]) -> list[str]:
         except UnicodeEncodeError:
             raise RequestError(f"prompt {number} is not text in this terminal's encoding") from None
     return prompts
+
+
+def _check(args: argparse.Namespace, prompts: list[str], params: SamplingParams) -> None:
+    """Refuse a checkpoint without a tokenizer, and prompts that are too long for the model or --max-model-len.
+
+    Raises:
+        ConfigError, RequestError: what LLM would say, too, but only when the engine is up.
+    """
+    from pathlib import Path
+
+    from minivllm.config import ModelConfig
+    from minivllm.engine import EngineCoreReadyResponse
+    from minivllm.engine.input_processor import InputProcessor, load_tokenizer
+    from minivllm.exceptions import ConfigError, RequestError
+
+    config = ModelConfig(model=args.model, dtype=args.dtype, max_model_len=args.max_model_len)
+    file = Path(str(config.model)) / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"{file} does not exist, and the prompts cannot be turned into tokens without it; put the model's own there "
+            "(LLM.generate also takes prompts as token ids)"
+        )
+    assert config.max_model_len is not None
+    # A token is a byte at least. So a tokenizer, which can take a second to read, is not read here for most prompts.
+    if all(len(prompt.encode()) < config.max_model_len for prompt in prompts):
+        return
+    # Only the engine will know how many blocks there are.
+    limits = EngineCoreReadyResponse(1 << 31, 16, config.max_model_len, config.vocab_size)
+    processor = InputProcessor(load_tokenizer(config), limits)
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            processor.process("", prompt, params)
+        except RequestError as e:
+            raise RequestError(f"prompt {number}: {e}" if len(prompts) > 1 else str(e)) from None
 
 
 def _as_data(output: RequestOutput) -> dict[str, object]:
