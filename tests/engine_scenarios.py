@@ -327,6 +327,20 @@ def exit_without_shutdown() -> None:
     sys.exit(7)
 
 
+def standard_streams_are_closed() -> None:
+    """Started with some of the descriptors 0, 1 and 2 closed: in every process they lead to the null device."""
+    closed = [fd for fd in range(3) if not os.path.exists(f"/proc/self/fd/{fd}")]
+    llm = start()
+    assert llm.generate([1], SHORT)[0].finished
+    llm.collective_rpc(lambda worker: print("printed by a worker"))
+    targets = llm.collective_rpc(lambda worker: [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)])
+    assert all(target[fd] == os.devnull for target in targets for fd in closed), targets
+    core = f"/proc/{engine_pid(llm)}/fd"
+    assert all(os.readlink(f"{core}/{fd}") == os.devnull for fd in closed)
+    llm.shutdown()
+    os._exit(7)
+
+
 def forked_child_cannot_use_or_end_the_engine() -> None:
     """With EngineCore in a process of its own and in this one; also while a thread of the parent is in a call."""
 
@@ -394,7 +408,8 @@ def run_until_killed(phase: str) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(50, exit=True)
+    if sys.stderr is not None:
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(50, exit=True)
     globals()[sys.argv[1]](*sys.argv[2:])
     print("OK", flush=True)

@@ -73,6 +73,31 @@ def test_exit_without_shutdown() -> None:
     assert "Traceback" not in err and "leaked" not in err, err
 
 
+@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-"])
+def test_closed_standard_streams(closed: str) -> None:
+    """Nothing of ours gets their numbers, into which the workers' prints would go; and nothing misses them."""
+    command = f'exec "$@" {closed}'
+    process = subprocess.Popen(
+        [
+            "sh",
+            "-c",
+            command,
+            "sh",
+            sys.executable,
+            str(HERE / "engine_scenarios.py"),
+            "standard_streams_are_closed",
+        ],
+        env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = finish(process)
+    assert process.returncode == 7 and not err, f"{out}\n{err}"
+    if "2" in closed:
+        assert out.count("printed by a worker") == 2
+
+
 def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -92,7 +92,8 @@ def leave(exit_code: int) -> NoReturn:
     """End the process without taking the interpreter apart, which takes long when a worker in here has loaded torch."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            if stream is not None:
+                stream.flush()
         except (OSError, ValueError):
             # Nobody reads it any more.
             pass

@@ -23,6 +23,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.exceptions import RequestError
 from minivllm.request_output import RequestOutput
 from minivllm.sampling_params import SamplingParams
+from minivllm.utils.system_utils import open_standard_descriptors
 
 if TYPE_CHECKING:
     from minivllm.live_step import LiveStep
@@ -60,6 +61,7 @@ class LLM:
             WorkerStartupError: a worker did not become ready; the text names rank and step.
             EngineDeadError: EngineCore did not become ready.
         """
+        open_standard_descriptors()
         if live_step:
             # torch's rendezvous waits in C code, where no clock can be stopped.
             kwargs["startup_timeout_s"] = LONGEST_S
@@ -261,7 +263,7 @@ def _progress(num_requests: int, wanted: bool) -> Iterator[Callable[[RequestOutp
     """Yields a function to call with each output."""
     import sys
 
-    if not wanted or not sys.stderr.isatty():
+    if not wanted or sys.stderr is None or not sys.stderr.isatty():
         yield lambda output: None
         return
     from rich.console import Console

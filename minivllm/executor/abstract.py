@@ -16,6 +16,7 @@ from minivllm import envs, tracing
 from minivllm.config import VllmConfig
 from minivllm.exceptions import ConfigError
 from minivllm.executor.status_page import RankStatus
+from minivllm.utils.system_utils import open_standard_descriptors
 
 if TYPE_CHECKING:
     from minivllm.core.sched.output import GrammarOutput, SchedulerOutput
@@ -86,6 +87,7 @@ class Executor(ABC):
         return backend
 
     def __init__(self, vllm_config: VllmConfig, on_progress: ProgressCallback | None = None) -> None:
+        open_standard_descriptors()
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.cache_config = vllm_config.cache_config

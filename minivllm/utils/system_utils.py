@@ -234,6 +234,20 @@ def set_process_title(name: str) -> None:
     setproctitle.setproctitle(f"{PROCESS_NAME_PREFIX}::{name}")
 
 
+def open_standard_descriptors() -> None:
+    """Put the null device in the place of a standard input, output or error that is closed (`minivllm … >&-`).
+
+    To be called before anything else is opened. Otherwise the next pipe, socket or file gets that number, and what a
+    child process prints goes into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number is what is opened.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
 class _LinePrefix:
     """Stands in for the `write` method of a stream and puts a prefix before each line."""
 
