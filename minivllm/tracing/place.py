@@ -67,14 +67,16 @@ class ThreadState:
 class _Farewell:
     """Goes with its thread."""
 
-    __slots__ = ("_thread",)
+    __slots__ = ("_at_end", "_thread", "_threads")
 
     def __init__(self, thread: ThreadState) -> None:
         self._thread = id(thread)
+        # Not by their names: those are gone when the interpreter ends before its main thread does.
+        self._threads, self._at_end = threads, at_thread_end
 
     def __del__(self) -> None:
-        threads.pop(self._thread, None)
-        for farewell in at_thread_end:
+        self._threads.pop(self._thread, None)
+        for farewell in self._at_end:
             farewell()
 
 
