@@ -198,7 +198,7 @@ def _collectives(found: dict[str, Any] | str) -> list[Finding]:
 
 
 def _start_method() -> list[Finding]:
-    method = envs.MINIVLLM_WORKER_MULTIPROC_METHOD
+    method = os.environ.get("MINIVLLM_WORKER_MULTIPROC_METHOD", "spawn")
     available = multiprocessing.get_all_start_methods()
     if method not in available:
         return [

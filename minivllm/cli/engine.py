@@ -41,6 +41,7 @@ def add_engine_options(parser: argparse.ArgumentParser, tp: int) -> None:
 @contextmanager
 def running(args: argparse.Namespace, trace: Path | None, what: str, **settings: Any) -> Iterator[LLM]:
     """An engine that shows its start on stderr and is gone, with its processes, when the block ends."""
+    from minivllm import envs
     from minivllm.cli.progress import starting
     from minivllm.engine.arg_utils import EngineArgs
     from minivllm.entrypoints.llm import LLM
@@ -55,6 +56,7 @@ def running(args: argparse.Namespace, trace: Path | None, what: str, **settings:
     }
     try:
         # What cannot work is refused before anything is said about starting.
+        envs.check_all()
         live_step = settings.pop("live_step", False)
         config = EngineArgs.from_kwargs(**settings).create_engine_config()
         if live_step:

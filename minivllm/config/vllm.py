@@ -98,10 +98,6 @@ class VllmConfig:
         """
         forced: int | None = envs.MINIVLLM_MAX_CONCURRENT_BATCHES
         if forced is not None:
-            if forced < 1:
-                raise ConfigError(
-                    f"MINIVLLM_MAX_CONCURRENT_BATCHES={forced} is not valid: at least 1 is needed"
-                )
             return forced
         pp_size = self.parallel_config.pipeline_parallel_size
         if self.scheduler_config.async_scheduling:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from minivllm import tracing
+from minivllm import envs, tracing
 from minivllm.config import VllmConfig
 from minivllm.config.checks import LONGEST_S, is_number
 from minivllm.engine.arg_utils import EngineArgs
@@ -57,11 +57,12 @@ class LLM:
             kwargs: the fields of EngineArgs: tensor_parallel_size, dtype, max_model_len, trace, …
 
         Raises:
-            ConfigError: an argument that cannot work, or an unknown one.
+            ConfigError: an argument or a MINIVLLM_* variable that cannot work, or an unknown argument.
             WorkerStartupError: a worker did not become ready; the text names rank and step.
             EngineDeadError: EngineCore did not become ready.
         """
         open_standard_descriptors()
+        envs.check_all()
         if live_step:
             # torch's rendezvous waits in C code, where no clock can be stopped.
             kwargs["startup_timeout_s"] = LONGEST_S
