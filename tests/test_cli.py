@@ -379,12 +379,18 @@ def test_doctor_says_what_to_do() -> None:
     report = json.loads(done.stdout)
     assert report["usable"] is False
     wrong = {f["check"]: f for f in report["findings"] if f["status"] in ("missing", "note")}
-    assert "spawn" in wrong["start method"]["to_do"]
+    start_method = next(f for f in report["findings"] if f["check"] == "start method")
+    assert "spawn" in start_method["found"] + start_method["to_do"]
     assert "does not answer" in wrong["OTLP endpoint"]["found"] and wrong["OTLP endpoint"]["to_do"]
     assert any("MINIVLLM_TYPO" in f["found"] for f in report["findings"])
     for name in ("MINIVLLM_MQ_MAX_CHUNKS", "MINIVLLM_ENABLE_MULTIPROCESSING", "MINIVLLM_FAILPOINTS"):
         assert any(name in f["found"] and f["status"] == "missing" for f in report["findings"])
     assert all(f["to_do"] for f in report["findings"] if f["status"] in ("missing", "note"))
+
+
+def test_doctor_refuses_settings_that_no_engine_can_have() -> None:
+    done = minivllm("doctor", "--set", "tensor_parallel_size=3")
+    assert done.returncode == 2 and "cannot be divided" in done.stderr
 
 
 def test_doctor_waits_half_a_second_for_an_endpoint_that_swallows_packets() -> None:

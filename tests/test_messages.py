@@ -56,6 +56,8 @@ def refused(command: str) -> str:
     """What the parser has against a command; "" if it takes it."""
     # What follows two blanks explains the command, as in the examples of --help.
     words = re.split(r"\s{2,}|\s[|>]\s", command)[0].replace('"', "").split()[1:]
+    if words[:1] == ["…"]:
+        return ""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

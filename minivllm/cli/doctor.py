@@ -33,7 +33,13 @@ def run(args: argparse.Namespace) -> int:
         return explain_runner.run(args)
     from minivllm.cli.doctor_checks import Status, all_checks
 
-    findings = all_checks(clean=args.clean)
+    asked = explain_runner.asked(args)
+    if args.settings:
+        from minivllm.engine.arg_utils import EngineArgs
+
+        # A checkpoint that cannot be used is a finding; a setting that nobody can use is a mistyped question.
+        EngineArgs.from_kwargs(**asked).create_engine_config()
+    findings = all_checks(args.clean, asked)
     usable = all(f.status is not Status.MISSING for f in findings)
     if args.json:
         print(

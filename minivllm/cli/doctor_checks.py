@@ -18,10 +18,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from minivllm import envs
+from minivllm.exceptions import ConfigError
 from minivllm.timeline import text as words
 from minivllm.tracing import failpoints
 
@@ -76,8 +78,12 @@ class Finding:
     to_do: str = ""
 
 
-def all_checks(clean: bool) -> list[Finding]:
-    """Run every check. A check that itself fails is reported as skipped, with the reason."""
+def all_checks(clean: bool, asked: dict[str, Any]) -> list[Finding]:
+    """Run every check. A check that itself fails is reported as skipped, with the reason.
+
+    Args:
+        asked: arguments of the engine that is asked about; `model` among them.
+    """
     torch_found = _probe_torch()
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("Python", _python),
@@ -86,10 +92,10 @@ def all_checks(clean: bool) -> list[Finding]:
         ("devices", lambda: _devices(torch_found)),
         ("collectives", lambda: _collectives(torch_found)),
         ("start method", _start_method),
-        ("shared memory", _shared_memory),
+        ("shared memory", lambda: _shared_memory(torch_found, asked)),
         ("stale segments", lambda: _stale_segments(clean)),
         ("loopback", _loopback),
-        ("checkpoint", _checkpoint),
+        ("checkpoint", lambda: _checkpoint(asked["model"])),
         ("OTLP endpoint", _otlp),
         ("environment", _environment),
     ]
@@ -97,6 +103,8 @@ def all_checks(clean: bool) -> list[Finding]:
     for name, check in checks:
         try:
             findings += check()
+        except ConfigError as e:
+            findings.append(Finding(name, Status.SKIPPED, str(e)))
         except Exception as e:
             findings.append(Finding(name, Status.SKIPPED, f"the check failed: {type(e).__name__}: {e}"))
     return findings
@@ -212,27 +220,31 @@ def _start_method() -> list[Finding]:
     return [Finding("start method", Status.FINE, f"{method} (available: {', '.join(available)})")]
 
 
-def _needed_bytes(tp: int) -> int:
-    """Shared memory of the broadcast ring and of one response ring per rank; their bookkeeping is far below 1 %."""
-    return int((1 + tp) * envs.MINIVLLM_MQ_MAX_CHUNKS * envs.MINIVLLM_MQ_MAX_CHUNK_BYTES)
+def _shared_memory(torch_found: dict[str, Any] | str, asked: dict[str, Any]) -> list[Finding]:
+    from minivllm.distributed.shm_sizes import engine_bytes, engine_need
+    from minivllm.engine.arg_utils import EngineArgs
 
-
-def _shared_memory() -> list[Finding]:
-    need = _needed_bytes(DEFAULT_TP)
+    # Whether there is a device is known by now; asking again would import torch.
+    on_cpu = isinstance(torch_found, str) or not torch_found["devices"]
+    defaults = {"tensor_parallel_size": DEFAULT_TP, "device": "cpu" if on_cpu else "auto"}
+    try:
+        config = EngineArgs.from_kwargs(**{**defaults, **asked}).create_engine_config()
+    except ConfigError:
+        # What is wrong with its checkpoint is another check's matter.
+        config = EngineArgs.from_kwargs(**{**defaults, **asked, "model": None}).create_engine_config()
+    need = engine_need(config)
     if not os.path.isdir("/dev/shm"):
         return [
             Finding(
                 "shared memory",
                 Status.SKIPPED,
-                f"this system has no /dev/shm to measure; an engine with TP={DEFAULT_TP} needs {words.size(need)}",
+                f"this system has no /dev/shm to measure; an engine of {need}",
             )
         ]
     stat = os.statvfs("/dev/shm")
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    found = (
-        f"/dev/shm: {words.size(total)}, {words.size(free)} free; TP={DEFAULT_TP} needs {words.size(need)}"
-    )
-    if free < need:
+    found = f"/dev/shm: {words.size(total)}, {words.size(free)} free; {need}"
+    if free < engine_bytes(config):
         return [
             Finding(
                 "shared memory",
@@ -282,32 +294,24 @@ def _loopback() -> list[Finding]:
     return [Finding("loopback", Status.FINE, f"{address} (rendezvous of the workers)")]
 
 
-def _checkpoint() -> list[Finding]:
+def _checkpoint(model: str | None) -> list[Finding]:
     from minivllm.config.model import BUNDLED_CHECKPOINT, ModelConfig
-    from minivllm.exceptions import ConfigError
 
+    to_do = "install minivllm again: its bundled checkpoint is incomplete"
+    if model is not None:
+        to_do = "give the directory of a local Qwen3 or Llama checkpoint"
+    folder = Path(model or BUNDLED_CHECKPOINT)
     try:
-        config = ModelConfig()
+        config = ModelConfig(model=model)
     except ConfigError as e:
-        return [
-            Finding(
-                "checkpoint",
-                Status.MISSING,
-                str(e),
-                "install minivllm again: its bundled checkpoint is incomplete",
-            )
-        ]
-    weights = sum(f.stat().st_size for f in BUNDLED_CHECKPOINT.glob("*.safetensors"))
+        return [Finding("checkpoint", Status.MISSING, str(e), to_do)]
+    weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     if not weights:
-        return [
-            Finding(
-                "checkpoint",
-                Status.MISSING,
-                f"{BUNDLED_CHECKPOINT} has no weights",
-                "install minivllm again: its bundled checkpoint is incomplete",
-            )
-        ]
-    text = f"bundled {config.architecture}, {config.num_hidden_layers} layers, {words.size(weights)}"
+        return [Finding("checkpoint", Status.MISSING, f"{folder} has no weights (*.safetensors)", to_do)]
+    name = "bundled" if model is None else f"{model}:"
+    text = f"{name} {config.architecture}, {config.num_hidden_layers} layers, {words.size(weights)}"
+    if not (folder / "tokenizer.json").is_file():
+        return [Finding("checkpoint", Status.NOTE, f"{text}, no tokenizer.json", "give prompts as token ids")]
     return [Finding("checkpoint", Status.FINE, text)]
 
 
@@ -416,14 +420,16 @@ def _environment() -> list[Finding]:
             if name == "MINIVLLM_FAILPOINTS":
                 failpoints.parse(os.environ[name])
             set_here.append(f"{name}={os.environ[name]}")
-        except ValueError:
+        except ValueError as e:
             findings.append(
                 Finding(
                     "environment",
                     Status.MISSING,
-                    f"{name}={os.environ[name]!r} is not valid",
+                    f"{name}={os.environ[name]!r} is not valid: {str(e).removeprefix(name + ': ')}",
                     f"{name}: {known[name].help}",
                 )
             )
-    text = ", ".join(set_here) if set_here else "no MINIVLLM_* variable is set (--env lists them)"
-    return [Finding("environment", Status.FINE, text), *findings]
+    if set_here or not findings:
+        text = ", ".join(set_here) or "no MINIVLLM_* variable is set (--env lists them)"
+        findings.insert(0, Finding("environment", Status.FINE, text))
+    return findings

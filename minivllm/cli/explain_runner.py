@@ -27,23 +27,23 @@ _QUESTIONS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("which model runner")
-    group.add_argument(
+    parser.add_argument(
         "--explain-runner",
         action="store_true",
-        help="say which model runner an engine would get, and the answer at each step of the decision; nothing is "
-        "started",
+        help="instead say which model runner an engine would get, and the answer at each step of the decision; nothing "
+        "is started",
     )
-    group.add_argument(
-        "--model", metavar="DIR", help="with --explain-runner: the checkpoint (default: the bundled one)"
+    group = parser.add_argument_group(
+        "which engine", "What is checked, or explained, is about an engine with these."
     )
+    group.add_argument("--model", metavar="DIR", help="its checkpoint (default: the bundled one)")
     group.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         dest="settings",
-        help="with --explain-runner: another argument of the engine; VALUE is JSON or plain text",
+        help="another argument of it, such as tensor_parallel_size=4; VALUE is JSON or plain text",
     )
 
 
@@ -52,10 +52,9 @@ def run(args: argparse.Namespace) -> int:
     from minivllm.config.model_runner_decision import RunnerConfigError
     from minivllm.engine.arg_utils import EngineArgs
 
-    settings = dict(map(_setting, args.settings))
     error: RunnerConfigError | None = None
     try:
-        config = EngineArgs.from_kwargs(model=args.model, **settings).create_engine_config()
+        config = EngineArgs.from_kwargs(**asked(args)).create_engine_config()
         decision = config.model_runner_decision
     except RunnerConfigError as e:
         decision, error = e.decision, e
@@ -63,6 +62,11 @@ def run(args: argparse.Namespace) -> int:
     if error is not None:
         raise error
     return common.OK
+
+
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the engine that is asked about. Raises ConfigError: a --set of another form."""
+    return {"model": args.model, **dict(map(_setting, args.settings))}
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -16,45 +16,30 @@ last stage to all others. Both ends know the shapes (they lay out the same batch
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minivllm.distributed.shm_group import LINE_BYTES, WORDS, CollectiveError, ShmGroup, fence
-
-_HIDDEN_SLOTS: Final = 4
-_HIDDEN_SLOT_BYTES: Final = 1 << 20
-_TOKENS_SLOT_BYTES: Final = 1 << 16  # 8192 tokens, or more if a message has more
+from minivllm.distributed.shm_group import WORDS, CollectiveError, ShmGroup, fence
+from minivllm.distributed.shm_sizes import Route, routes
 
 
 class Channel:
     """One writer, one or more readers.
 
     Args:
-        writer: rank in the group.
-        readers: ranks in the group.
+        route: who writes, who reads, and how much fits.
         first_line: the writer's line of state; the readers' follow.
         start: first byte of the slots in the segment.
     """
 
-    def __init__(
-        self, writer: int, readers: Sequence[int], slots: int, slot_bytes: int, first_line: int, start: int
-    ) -> None:
-        self.writer, self.readers = writer, readers
-        self.slots, self.slot_bytes, self.start = slots, slot_bytes, start
+    def __init__(self, route: Route, first_line: int, start: int) -> None:
+        self.writer, self.readers = route.writer, route.readers
+        self.slots, self.slot_bytes, self.start = route.slots, route.slot_bytes, start
         self.written = first_line * WORDS
-        self.read = {reader: (first_line + 1 + i) * WORDS for i, reader in enumerate(readers)}
+        self.read = {reader: (first_line + 1 + i) * WORDS for i, reader in enumerate(route.readers)}
         self.position = 0  # slots that this rank has written or read
-
-    @property
-    def num_lines(self) -> int:
-        return 1 + len(self.readers)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.slots * self.slot_bytes
 
 
 class CpuChannels(ShmGroup):
@@ -78,16 +63,12 @@ class CpuChannels(ShmGroup):
         max_token_bytes: int = 0,
     ) -> None:
         world_size, last = len(ranks), len(ranks) - 1
-        routes = [(r, [r + 1], _HIDDEN_SLOTS, _HIDDEN_SLOT_BYTES) for r in range(last)]
-        # At most world_size + 1 batches are in flight, and a stage reads what has come before each of its own.
-        slot_bytes = max(_TOKENS_SLOT_BYTES, -(-max_token_bytes // LINE_BYTES) * LINE_BYTES)
-        routes.append((last, list(range(last)), 2 * world_size + 4, slot_bytes))
         channels: list[Channel] = []
         line, offset = world_size, 0
-        for writer, readers, slots, slot_bytes in routes:
-            channels.append(Channel(writer, readers, slots, slot_bytes, line, offset))
-            line += channels[-1].num_lines
-            offset += channels[-1].num_bytes
+        for route in routes(world_size, max_token_bytes):
+            channels.append(Channel(route, line, offset))
+            line += route.num_lines
+            offset += route.num_bytes
         self._doing = "the set-up"
         super().__init__(group, ranks, rank_in_group, unique_name, timeout_s, line - world_size, offset)
         self.to_next = channels[rank_in_group] if rank_in_group < last else None

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minivllm.distributed.shm_group import CollectiveError, ShmGroup, fence
+from minivllm.distributed.shm_sizes import MAX_COLLECTIVE_BYTES as MAX_BYTES
+from minivllm.distributed.shm_sizes import collectives_bytes
 
 __all__ = ["MAX_BYTES", "CollectiveError", "CpuCommunicator"]
 
 _BYTES: Final = 1  # index in a rank's line: bytes of its contribution in bank 0, then in bank 1
-MAX_BYTES: Final = 1 << 20  # contribution of one rank; what is larger goes through gloo
 _MAX_CACHED_VIEWS: Final = 256
 
 
@@ -56,7 +57,7 @@ class CpuCommunicator(ShmGroup):
     ) -> None:
         self._sequence = 0
         self._views: dict[tuple[torch.Size, torch.dtype], tuple[_Views, _Views]] = {}
-        data_bytes = 2 * MAX_BYTES * len(ranks)
+        data_bytes = collectives_bytes(len(ranks))
         super().__init__(group, ranks, rank_in_group, unique_name, timeout_s, 0, data_bytes)
 
     def all_reduce(self, input_: Tensor) -> Tensor:

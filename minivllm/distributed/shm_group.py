@@ -22,9 +22,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from minivllm.distributed.shm_sizes import LINE_BYTES, state_bytes
 from minivllm.tracing.deadlines import Patience
 
-LINE_BYTES: Final = 64
 WORDS: Final = LINE_BYTES // 8  # 8-byte words in a line
 FAILED: Final = -1  # in the first word of a rank's line
 _PID: Final = 3  # index of the process id in a rank's line
@@ -108,7 +108,7 @@ class ShmGroup:
         self._peer_fds: dict[int, int] = {}
         self._failure: str | None = None
         self._my_word = rank_in_group * WORDS
-        self._data_start = (self.world_size + num_lines) * LINE_BYTES
+        self._data_start = state_bytes(self.world_size, num_lines)
         self._segment, self.transport = self._attach(self._data_start + data_bytes)
 
     def _attach(self, size: int) -> tuple[ShmSegment | None, str]:

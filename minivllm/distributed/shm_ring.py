@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from minivllm.distributed.mq_codec import OVERFLOW
 from minivllm.distributed.shm_segment import SharedSegment
@@ -35,6 +35,38 @@ WRITER_ASLEEP: Final = _WRITER_WAKE + FLAG_OFFSET
 # Values of a reader's "attached" byte.
 ATTACHED: Final = 1
 ATTACHED_SEES_DESCRIPTORS: Final = 2
+
+
+class RingLayout(NamedTuple):
+    """Where the parts of a ring lie: offsets and sizes in bytes.
+
+    Attributes:
+        pids: the readers' process ids.
+        metadata: the first metadata line; each is `metadata_line` long.
+        word: the message word in a metadata line.
+        data: the first slot; the next one is `stride` further.
+        size: the whole segment.
+    """
+
+    sleeping: int
+    pids: int
+    metadata: int
+    word: int
+    metadata_line: int
+    data: int
+    stride: int
+    size: int
+
+
+def ring_layout(n_reader: int, max_chunk_bytes: int, max_chunks: int) -> RingLayout:
+    sleeping = _PER_READER + n_reader
+    pids = _align(sleeping + n_reader + 1, 4)
+    metadata = _align(pids + 4 * n_reader, LINE_BYTES)
+    word = _align(1 + n_reader, 8)
+    metadata_line = _align(word + CONTEXT_OFFSET + CONTEXT_BYTES, LINE_BYTES)
+    data = metadata + max_chunks * metadata_line
+    stride = _align(max_chunk_bytes, LINE_BYTES)
+    return RingLayout(sleeping, pids, metadata, word, metadata_line, data, stride, data + max_chunks * stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +128,7 @@ class ShmRingBuffer:
         "mm",
         "n_reader",
         "none_read",
+        "pids_offset",
         "readers_wake",
         "segment",
         "sleeping_offset",
@@ -125,15 +158,14 @@ class ShmRingBuffer:
         self.none_read = b"\x00" * n_reader
         self.max_chunk_bytes = max_chunk_bytes
         self.max_chunks = max_chunks
+        layout = ring_layout(n_reader, max_chunk_bytes, max_chunks)
         self.attached_offset = _PER_READER
-        self.sleeping_offset = self.attached_offset + n_reader
-        pids_end = _align(self.sleeping_offset + n_reader + 1, 4) + 4 * n_reader
-        self.metadata_offset = _align(pids_end, LINE_BYTES)
-        word = _align(1 + n_reader, 8)
-        self.metadata_line_bytes = _align(word + CONTEXT_OFFSET + CONTEXT_BYTES, LINE_BYTES)
-        self.data_offset = self.metadata_offset + max_chunks * self.metadata_line_bytes
-        stride = _align(max_chunk_bytes, LINE_BYTES)
-        size = self.data_offset + max_chunks * stride
+        self.sleeping_offset = layout.sleeping
+        self.pids_offset = layout.pids
+        self.metadata_offset = layout.metadata
+        self.metadata_line_bytes = layout.metadata_line
+        self.data_offset = layout.data
+        word, stride, size = layout.word, layout.stride, layout.size
         if name is None:
             self.segment = SharedSegment.create(size, "MINIVLLM_MQ_MAX_CHUNK_BYTES or MINIVLLM_MQ_MAX_CHUNKS")
         else:
@@ -208,7 +240,7 @@ class ShmRingBuffer:
         return pid
 
     def _pid_offset(self, reader: int) -> int:
-        return _align(self.sleeping_offset + self.n_reader + 1, 4) + 4 * reader
+        return self.pids_offset + 4 * reader
 
     @property
     def ready(self) -> bool:

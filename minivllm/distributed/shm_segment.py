@@ -29,6 +29,17 @@ _PREFIX: Final = "minivllm-"
 _ANONYMOUS: Final = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
+class NotEnoughSharedMemory(ConfigError):
+    """A segment for which /dev/shm has no room: what was found, and what to do."""
+
+    def __init__(self, found: str, advice: str) -> None:
+        super().__init__(found, advice)
+        self.found, self.advice = found, advice
+
+    def __str__(self) -> str:
+        return f"{self.found}; {self.advice}"
+
+
 class SharedSegment:
     """One mapped piece of shared memory.
 
@@ -57,7 +68,8 @@ class SharedSegment:
                 by the descriptor of this process, so it can never be left behind and is not bounded by /dev/shm.
 
         Raises:
-            ConfigError: /dev/shm has less than `size` bytes left.
+            NotEnoughSharedMemory: /dev/shm has less than `size` bytes left.
+            ConfigError: the machine has no more memory for an anonymous one.
         """
         if anonymous and _ANONYMOUS:
             fd = os.memfd_create("minivllm", os.MFD_CLOEXEC)
@@ -170,9 +182,10 @@ def _reserve(fd: int, size: int, lower: str, name: str | None) -> None:
             ) from None
         free = free_bytes()
         known = "" if free is None else f", {free} bytes ({free / 2**20:.1f} MiB) are free"
-        raise ConfigError(
+        raise NotEnoughSharedMemory(
             f"not enough shared memory in {SHM_DIR}: {size} bytes ({size / 2**20:.1f} MiB) are needed for a message "
-            f"queue{known}; lower {lower}, or enlarge {SHM_DIR} (docker run --shm-size=…)"
+            f"queue{known}",
+            f"lower {lower}, or enlarge {SHM_DIR} (docker run --shm-size=…)",
         ) from None
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from minivllm import envs, tracing
 from minivllm.config import VllmConfig
 from minivllm.distributed.shm_broadcast import MessageQueue, MessageQueueClosed
+from minivllm.distributed.shm_sizes import naming_the_whole_need
 from minivllm.exceptions import ConfigError, WorkerStartupError
 from minivllm.executor.abstract import Executor, FailureCallback, KVOutputAggregator, ProgressCallback
 from minivllm.executor.call import PendingCall
@@ -105,7 +106,10 @@ class MultiprocExecutor(Executor):
             distributed_init_method = resources.rendezvous.distributed_init_method
             step.set(method=distributed_init_method)
         with tracing.span("executor.create_broadcast_mq") as step:
-            self.rpc_broadcast_mq = MessageQueue(self.world_size, self.local_world_size, name="rpc broadcast")
+            with naming_the_whole_need(self.vllm_config):
+                self.rpc_broadcast_mq = MessageQueue(
+                    self.world_size, self.local_world_size, name="rpc broadcast"
+                )
             resources.queues.append(self.rpc_broadcast_mq)
             input_shm_handle = self.rpc_broadcast_mq.export_handle()
             step.set(readers=self.world_size, handle=str(input_shm_handle.buffer_handle))

@@ -22,6 +22,7 @@ from minivllm.config import VllmConfig
 from minivllm.core.sched.output import GrammarOutput, SchedulerOutput
 from minivllm.distributed import parallel_state
 from minivllm.distributed.parallel_state import GroupCoordinator
+from minivllm.distributed.shm_sizes import max_token_bytes
 from minivllm.exceptions import ConfigError
 from minivllm.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from minivllm.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
@@ -306,12 +307,10 @@ def init_worker_distributed_environment(
         single_host=parallel_config.nnodes == 1,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    # Per request at most: a token, the drafts that stand, and the drafts that are proposed next.
-    columns = 1 + 2 * vllm_config.num_speculative_tokens
     parallel_state.initialize_model_parallel(
         parallel_config.tensor_parallel_size,
         parallel_config.pipeline_parallel_size,
-        8 * columns * vllm_config.scheduler_config.max_num_seqs,
+        max_token_bytes(vllm_config),
     )
 
 
