@@ -18,6 +18,7 @@ from typing import Any, Final
 from minivllm import envs, tracing
 from minivllm.config import VllmConfig
 from minivllm.distributed.shm_broadcast import Handle, MessageDecodeError, MessageQueue, MessageQueueClosed
+from minivllm.distributed.shm_sizes import naming_the_whole_need
 from minivllm.executor.call import FAILURE, OUTPUT_FAILURE, SUCCESS
 from minivllm.executor.remote_exception import RemoteException, describe_exception
 from minivllm.executor.status_page import (
@@ -114,7 +115,8 @@ class WorkerProc:
     def _init_message_queues(self, input_shm_handle: Handle) -> None:
         with tracing.span("worker.init_message_queues") as step:
             self.rpc_broadcast_mq = MessageQueue.create_from_handle(input_shm_handle, self.rank)
-            self.worker_response_mq = MessageQueue(1, 1, name=f"response rank {self.rank}")
+            with naming_the_whole_need(self.vllm_config):
+                self.worker_response_mq = MessageQueue(1, 1, name=f"response rank {self.rank}")
             step.set(broadcast=input_shm_handle.name, response=self.worker_response_mq.handle.name)
 
     def _start_async_output_thread(self) -> None:
