@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, tracing
 from minivllm.exceptions import ConfigError, EngineDeadError, RemoteError, WorkerStartupError
 
 LONG = SamplingParams(max_tokens=100_000, ignore_eos=True)
@@ -325,6 +327,19 @@ def exit_without_shutdown() -> None:
     llm = start()
     llm.generate([1], SHORT)
     sys.exit(7)
+
+
+def trace_disk_is_full() -> None:
+    """The client's own files are there already; those of EngineCore find no room."""
+    with tempfile.TemporaryDirectory() as directory:
+        tracing.configure("client", trace_dir=directory, level="lifecycle")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        told = ""
+        try:
+            start(trace=directory)
+        except ConfigError as error:
+            told = str(error)
+        assert told.startswith("cannot write traces to") and told.endswith("File too large"), told
 
 
 def standard_streams_are_closed() -> None:

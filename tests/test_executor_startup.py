@@ -29,7 +29,13 @@ from scenario import (
     wait_until,
 )
 
-from minivllm.exceptions import ConfigError, ExecutorFailedError, RemoteError, WorkerStartupError
+from minivllm.exceptions import (
+    ConfigError,
+    ExecutorFailedError,
+    RemoteError,
+    WorkerConfigError,
+    WorkerStartupError,
+)
 from minivllm.executor.abstract import Executor
 from minivllm.executor.status_page import RankStatus
 from minivllm.executor.termination import ExecutorResources
@@ -107,6 +113,23 @@ def make_executor_with_progress(callback: Any) -> Any:
     from minivllm.executor.multiproc_executor import MultiprocExecutor
 
     return MultiprocExecutor(make_config(), on_progress=callback)
+
+
+@scenario()
+def test_a_worker_without_room_for_its_trace_says_so() -> None:
+    from minivllm import tracing
+
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory, "trace")
+        tracing.configure("client", trace_dir=str(trace), level="lifecycle")
+        trace.rename(Path(directory, "moved"))
+        trace.touch()
+        told = f"failed to start in worker.bootstrap: cannot write traces to {trace}: "
+        with raises(WorkerConfigError, told, "File exists"):
+            make_executor()
+        trace.unlink()
+        Path(directory, "moved").rename(trace)
+        tracing.shutdown()
 
 
 @scenario()

@@ -456,8 +456,6 @@ class EngineCoreProc(EngineCore):
         status_page.enter(0)
         set_process_title("EngineCore")
         decorate_logs("EngineCore")
-        configure_logging()
-        tracing.configure("engine_core")
 
         context = zmq.Context()
         socket = make_socket(context)
@@ -469,6 +467,9 @@ class EngineCoreProc(EngineCore):
             make_socket_directory(address)
             socket.bind(address)
             send_startup_message(socket, StartupMessage("hello"))
+            # From here on the client hears of what goes wrong, such as a disk that has no room for the trace.
+            configure_logging()
+            tracing.configure("engine_core")
             engine_core = EngineCoreProc(vllm_config, executor_class, socket)
             send_startup_message(socket, StartupMessage("ready", ready=engine_core.limits))
             engine_core.run_busy_loop()

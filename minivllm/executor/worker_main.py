@@ -53,6 +53,7 @@ def worker_main(
     vllm_config: VllmConfig,
     rank: int,
     distributed_init_method: str,
+    ready_pipe: Connection,
     **kwargs: Any,
 ) -> None:
     """Entry point of a worker process.
@@ -76,15 +77,20 @@ def worker_main(
     )
     arm_orphan_alarm(orphan_pipe.fileno(), max(1, math.ceil(envs.MINIVLLM_WORKER_ORPHAN_GRACE_S)))
     status_page.enter(rank)
-    tracing.configure("worker", rank=rank, label=trace_label(vllm_config.parallel_config, rank))
-    tracing.record_bootstrap("worker.bootstrap")
-    status_page.set_state(rank, WorkerState.INITIALIZING)
     code = 0
     try:
+        try:
+            tracing.configure("worker", rank=rank, label=trace_label(vllm_config.parallel_config, rank))
+            tracing.record_bootstrap("worker.bootstrap")
+        except Exception as error:
+            # The disk may have no room for the trace.
+            _send_failed(ready_pipe, "worker.bootstrap", error)
+            raise SystemExit(FAILED_EXIT_CODE) from None
+        status_page.set_state(rank, WorkerState.INITIALIZING)
         with tracing.span("worker.main", rank=rank):
             _WorkerMain(
                 worker_proc_class, monitor, status_page, vllm_config, rank, distributed_init_method
-            ).run(**kwargs)
+            ).run(ready_pipe, **kwargs)
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else 1
     except BaseException:
@@ -92,6 +98,16 @@ def worker_main(
         code = 1
     monitor.wait_until_handled()
     _leave(code)
+
+
+def _send_failed(ready_pipe: Connection, step: str, error: BaseException) -> None:
+    described = describe_exception(error)
+    logger.info("failed to start in %s\n%s", step, described.traceback)
+    with tracing.span("worker.send_ready", status=FAILED_STR, step=step):
+        try:
+            ready_pipe.send({"status": FAILED_STR, "step": step, "exception": tuple(described)})
+        except OSError:
+            pass  # the parent is gone
 
 
 def _leave(code: int) -> None:
@@ -173,7 +189,7 @@ class _WorkerMain:
         except BaseException as error:
             if ready or self._ending:
                 raise
-            self._send_failed(ready_pipe, error)
+            _send_failed(ready_pipe, self.startup.name, error)
             # The parent tells the user; a second traceback from here would only be in the way.
             raise SystemExit(FAILED_EXIT_CODE) from None
         finally:
@@ -220,21 +236,6 @@ class _WorkerMain:
         # Before anything is unwound: other ranks notice that, and their errors may be there before this process is gone.
         self.page.begin_end(self.rank)
         raise SystemExit(128 + signum)
-
-    def _send_failed(self, ready_pipe: Connection, error: BaseException) -> None:
-        described = describe_exception(error)
-        logger.info("failed to start in %s\n%s", self.startup.name, described.traceback)
-        with tracing.span("worker.send_ready", status=FAILED_STR, step=self.startup.name):
-            try:
-                ready_pipe.send(
-                    {
-                        "status": FAILED_STR,
-                        "step": self.startup.name,
-                        "exception": tuple(described),
-                    }
-                )
-            except OSError:
-                pass  # the parent is gone
 
 
 class StartupStep:
