@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -350,3 +352,53 @@ def test_progress_is_reported() -> None:
 def test_no_torch_in_client_and_engine_core() -> None:
     with start("uni") as llm:
         assert llm.collective_rpc(lambda worker: "torch" in sys.modules) == [False]
+
+
+_OWN_CLASSES = """
+import dataclasses, enum, os, sys
+from minivllm import LLM
+
+@dataclasses.dataclass
+class Found:
+    rank: int
+    def seen(self):
+        return LIMIT
+
+LIMIT = 5
+Colour = enum.Enum("Colour", "RED")
+seen = Found.seen
+
+if __name__ == "__main__":
+    class Late(Found):
+        pass
+
+    for processes, tp in (("1", 2), ("0", 2), ("1", 1)):
+        os.environ["MINIVLLM_ENABLE_MULTIPROCESSING"] = processes
+        with LLM(tensor_parallel_size=tp, device="cpu", worker_cls="counting_worker.CountingWorker") as llm:
+            results = llm.collective_rpc(lambda worker: (Found(worker.rank), Late(worker.rank), Colour.RED))
+            assert [found for found, *_ in results] == [Found(rank) for rank in range(tp)], results
+            assert all(type(late) is Late and red is Colour.RED for _, late, red in results), results
+            assert Found.seen is seen, "the class is as it was"
+            try:
+                llm.collective_rpc(lambda worker: sys._getframe())
+            except Exception as error:
+                assert "cannot pickle 'frame' object" in str(error), error
+            assert llm.collective_rpc("check_health") == [None] * tp
+    print("good")
+"""
+
+
+def test_results_are_of_the_classes_of_the_script_that_asked(tmp_path: Path) -> None:
+    """A worker has copies of them, which pickle finds under no name there."""
+    script = tmp_path / "script.py"
+    script.write_text(_OWN_CLASSES)
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("good\n", 0), done.stderr

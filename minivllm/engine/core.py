@@ -48,7 +48,7 @@ from minivllm.engine.core_process import (
     send_startup_message,
 )
 from minivllm.engine.input_processor import check_request
-from minivllm.engine.serial_utils import FunctionByValue, encode_exception, pickle_value
+from minivllm.engine.serial_utils import FunctionByValue, encode_exception, pickle_result
 from minivllm.exceptions import ExecutorFailedError
 from minivllm.executor.status_page import StatusPage
 from minivllm.structured_output import StructuredOutputManager
@@ -405,7 +405,7 @@ class EngineCoreProc(EngineCore):
             method, *rest = args
             if isinstance(method, FunctionByValue):
                 method = method.as_callable()
-            result = pickle_value(self.collective_rpc(method, *rest, **kwargs))
+            result = pickle_result(self.collective_rpc(method, *rest, **kwargs))
         except ExecutorFailedError:
             raise
         except Exception as e:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from minivllm.executor import by_value
+
 
 def pickle_value(value: Any) -> bytes:
     """Pickle a value; classes and functions of the main script travel by value."""
@@ -24,6 +26,14 @@ def pickle_value(value: Any) -> bytes:
 
         data: bytes = cloudpickle.dumps(value)
         return data
+
+
+def pickle_result(value: Any) -> bytes:
+    """Pickle what a call returns; objects of classes of the client's main script arrive as objects of just those."""
+    try:
+        return pickle.dumps(value)
+    except by_value.CANNOT_PICKLE:
+        return by_value.dumps(value)
 
 
 def encode_exception(error: BaseException) -> bytes:

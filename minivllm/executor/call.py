@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SUCCESS: Final = 0
 FAILURE: Final = 1  # counted on the status page, too
 OUTPUT_FAILURE: Final = 2  # found by the output thread after the method had ended; not counted
+SUCCESS_BY_VALUE: Final = 3  # the result as by_value.dumps gives it, since pickle could not take it
 
 NO_RESPONSE: Final = object()
 

@@ -9,6 +9,7 @@ a time-out the next call reads the responses of the previous one.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from _thread import RLock
@@ -18,7 +19,7 @@ from typing import Any
 
 from minivllm.distributed.shm_broadcast import MessageDecodeError, MessageQueue, MessageQueueClosed
 from minivllm.exceptions import ExecutorFailedError, RemoteError
-from minivllm.executor.call import FAILURE, NO_RESPONSE, SUCCESS, PendingCall
+from minivllm.executor.call import FAILURE, NO_RESPONSE, SUCCESS, SUCCESS_BY_VALUE, PendingCall
 from minivllm.executor.rank_report import RankReport
 from minivllm.executor.status_page import DONE, FAILURE_MASK, SEQUENCE_BITS, SEQUENCE_MASK, StatusPage
 from minivllm.tracing.deadlines import Patience, deadline_clock
@@ -308,6 +309,11 @@ class Responses:
             return
         if status == SUCCESS:
             call.results[rank] = result
+        elif status == SUCCESS_BY_VALUE:
+            try:
+                call.results[rank] = pickle.loads(result)
+            except Exception as error:
+                _fail_undecodable(call, rank, error)
         else:
             call.fail(RemoteError(rank, call.method, *result))
 
@@ -317,11 +323,7 @@ class Responses:
             raise error
         call = self._in_flight.get(self._asked[rank].popleft())
         if call is not None:
-            failure = RuntimeError(
-                f"the result of {call.method} on rank {rank} cannot be unpickled here: {error}"
-            )
-            failure.__cause__ = error
-            call.fail(failure)
+            _fail_undecodable(call, rank, error)
 
     def _drain(self, rank: int) -> None:
         """Take what a rank has sent so far, without waiting."""
@@ -445,6 +447,12 @@ def _earlier(a: float | None, b: float | None) -> float | None:
     if a is None or b is None:
         return b if a is None else a
     return min(a, b)
+
+
+def _fail_undecodable(call: PendingCall, rank: int, error: Exception) -> None:
+    failure = RuntimeError(f"the result of {call.method} on rank {rank} cannot be unpickled here: {error}")
+    failure.__cause__ = error
+    call.fail(failure)
 
 
 def _remove(queue: deque[Any], item: Any) -> None:

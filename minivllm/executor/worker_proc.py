@@ -19,7 +19,8 @@ from minivllm import envs, tracing
 from minivllm.config import VllmConfig
 from minivllm.distributed.shm_broadcast import Handle, MessageDecodeError, MessageQueue, MessageQueueClosed
 from minivllm.distributed.shm_sizes import naming_the_whole_need
-from minivllm.executor.call import FAILURE, OUTPUT_FAILURE, SUCCESS
+from minivllm.executor import by_value
+from minivllm.executor.call import FAILURE, OUTPUT_FAILURE, SUCCESS, SUCCESS_BY_VALUE
 from minivllm.executor.remote_exception import RemoteException, describe_exception
 from minivllm.executor.status_page import (
     DONE,
@@ -58,6 +59,7 @@ class WorkerProc:
         SUCCESS = SUCCESS
         FAILURE = FAILURE
         OUTPUT_FAILURE = OUTPUT_FAILURE
+        SUCCESS_BY_VALUE = SUCCESS_BY_VALUE
 
     def __init__(
         self,
@@ -268,10 +270,28 @@ class WorkerProc:
         if tracing.calls:
             # Asking the Enum would cost more than the span.
             status_name = "SUCCESS" if status == SUCCESS else "FAILURE"
-            with tracing.span("rpc.enqueue_output", parent=context, seq=number, status=status_name):
-                self.worker_response_mq.enqueue((number, status, output))
+            with tracing.span("rpc.enqueue_output", parent=context, seq=number, status=status_name) as span:
+                try:
+                    self.worker_response_mq.enqueue((number, status, output))
+                except by_value.CANNOT_PICKLE as error:
+                    self._enqueue_by_value(number, status, output, error)
+                    span.set(status="SUCCESS_BY_VALUE")
         else:
-            self.worker_response_mq.enqueue((number, status, output))
+            try:
+                self.worker_response_mq.enqueue((number, status, output))
+            except by_value.CANNOT_PICKLE as error:
+                self._enqueue_by_value(number, status, output, error)
+
+    def _enqueue_by_value(self, number: int, status: int, output: Any, error: Exception) -> None:
+        """Send what pickle could not take, which has cost nothing until it was tried. Raises `error` if nothing can."""
+        assert self.worker_response_mq is not None
+        if status != SUCCESS:
+            raise error
+        try:
+            response = number, SUCCESS_BY_VALUE, by_value.dumps(output)
+        except Exception:
+            raise error from None
+        self.worker_response_mq.enqueue(response)
 
     def async_output_busy_loop(self) -> None:
         """Body of the output thread: send outputs in order, until the end is put into its queue.
