@@ -264,7 +264,9 @@ def check_view(directory: Path, overlapping: int, pairs: int, batches: int) -> N
     assert ("had up to 2" in text) == (batches == 2)
     assert "future" in [v.name for v in build_views(store, ["all"])] or batches == 1
     summary, first, second = compare((store, store), ("A", "B"), ["pipeline"], Options())
-    assert f"steps: A {pairs + 1}, B {pairs + 1} (the same)" in summary.explanation
+    steps = len(store.spans("engine_core.step"))
+    assert f"steps: A {steps}, B {steps} (the same)" in summary.explanation
+    assert f"over the {pairs + 1} steps that had a batch" in text
     assert first.title.startswith("A: ") and second.title.startswith("B: ")
     (narrow,) = build_views(store, ["pipeline"], Options(focus="3"))
     assert "Steps 3 to " in narrow.title

@@ -20,11 +20,14 @@ from trace_fixtures import MS, large_run, write_run
 
 from minivllm.exceptions import ConfigError
 from minivllm.timeline import SOMETIMES, VIEWS, build_views, export, text, theme
+from minivllm.timeline.batches import Batches
+from minivllm.timeline.compare import compare
 from minivllm.timeline.render import Timeline
-from minivllm.timeline.run import Options
+from minivllm.timeline.run import Options, Run
 from minivllm.timeline.scale import TimeScale, idle_stretches
 from minivllm.timeline.view import Actor, Kind, Row, Segment, View
 from minivllm.trace_store import TraceStore
+from minivllm.trace_store.coverage import cover
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs"
 
@@ -59,6 +62,26 @@ def test_ranks_of_one_stage_compute_the_same_and_those_of_another_do_not() -> No
         "rank 2 replied; rank 3 computed the same and ranks 0 and 1 computed another stage; they sent nothing back"
         in said
     )
+
+
+@pytest.mark.parametrize("name", ["pipeline", "async", "slow-sampler"])
+def test_every_view_counts_the_same_steps(name: str) -> None:
+    """Also the last one, which has no batch; each by the number that the scheduler gives it."""
+    store = TraceStore.open(RUNS / name)
+    spans = store.spans("engine_core.step")
+    numbers = [s.get("step") for s in store.spans("scheduler.schedule")]
+    assert numbers == list(range(1, len(spans) + 1))
+    for number, span in zip(numbers, spans, strict=True):
+        view = one(store, "step", focus=str(number))
+        assert view.zero_ns == span.start_ns - Run(store).zero_ns
+        assert f"step {number} of {len(spans)}," in view.title
+    batches = Batches.of(Run(store))
+    assert f" of {len(spans)}" in batches.title(batches.steps)
+    assert f"in {len(spans)} steps" in " ".join(one(store, "async").explanation)
+    (figures, *_) = compare((store, store), ("A", "B"), ["step"], Options())
+    assert f"steps: A {len(spans)}, B {len(spans)} (the same)" in figures.explanation
+    row = next(row for row in cover([store], ["A"]).rows if row.spec.name == "engine_core.step")
+    assert row.count == len(spans)
 
 
 def test_titles_count_the_steps_that_had_a_batch() -> None:
@@ -228,10 +251,10 @@ def test_focus_chooses_by_number_and_by_span_id(store: TraceStore) -> None:
     assert "call number 17" in one(store, "rpc", focus="17").title
     call = store.spans(name="rpc.call")[0]
     assert "call number 10" in one(store, "rpc", focus=call.span_id).title
-    assert "step 0 (they go from 0 to 8)" in one(store, "step", focus="0").title
+    assert "step 1 of 9" in one(store, "step", focus="1").title
     with pytest.raises(ConfigError, match="calls are numbered 10 to 18"):
         one(store, "rpc", focus="3")
-    with pytest.raises(ConfigError, match="numbered 0 to 8"):
+    with pytest.raises(ConfigError, match="numbered 1 to 9"):
         one(store, "step", focus="99")
 
 

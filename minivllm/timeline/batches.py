@@ -23,12 +23,14 @@ class Batches:
     """Attributes:
     spans: worker process → step → its forward pass and its sampling, absolute times.
     stage_of: worker process → pipeline stage.
-    steps: all steps, in order.
+    steps: all steps that had a batch, in order.
+    num_engine_steps: all steps, also those that had none: the last one mostly tells the workers who has ended.
     """
 
     spans: dict[Process, dict[int, list[Span]]] = field(default_factory=dict)
     stage_of: dict[Process, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
+    num_engine_steps: int = 0
 
     @classmethod
     def of(cls, run: Run) -> Batches:
@@ -43,6 +45,7 @@ class Batches:
                     batches.stage_of[span.process] = int(span.get("pp_rank") or 0)
                     steps.add(int(step))
         batches.steps = sorted(steps)
+        batches.num_engine_steps = max([*engine_steps(run), *batches.steps[-1:]], default=0)
         return batches
 
     @property
@@ -70,7 +73,7 @@ class Batches:
         """Which steps these are; an engine step without a batch has a number, too."""
         first, last = shown[0], shown[-1]
         if self.steps[-1] - self.steps[0] + 1 == len(self.steps):
-            return f"Steps {first} to {last} of {self.steps[-1]}"
+            return f"Steps {first} to {last} of {self.num_engine_steps}"
         part = (
             f"{len(shown)} of the {len(self.steps)}" if len(shown) < len(self.steps) else f"all {len(shown)}"
         )
@@ -88,6 +91,18 @@ class Batches:
                 )
             first = self.steps.index(int(focus))
         return self.steps[first : first + SHOWN]
+
+
+def engine_steps(run: Run) -> dict[int, Span]:
+    """EngineCore's steps by their numbers, which the scheduler counts from 1: what everything about steps is counted by.
+
+    A step in which the scheduler is not asked, since it has no request, has none.
+    """
+    numbers = {span.parent_span_id: span.get("step") for span in run.all("scheduler.schedule")}
+    steps = run.all("engine_core.step")
+    found = {int(n): step for step in steps if (n := numbers.get(step.span_id))}
+    # A trace that lacks the scheduler's word.
+    return found or dict(enumerate(steps, 1))
 
 
 def most_in_flight(run: Run) -> int:

@@ -87,7 +87,7 @@ def _requests(run: Run) -> float | None:
 
 
 def _steps(run: Run) -> float | None:
-    return float(len(Batches.of(run).steps)) or None
+    return float(Batches.of(run).num_engine_steps) or None
 
 
 def _forward(run: Run) -> float | None:

@@ -90,7 +90,7 @@ def _explain(run: Run, batches: Batches, steps: list[Span]) -> list[str]:
     if intervals.total(own):
         hidden = intervals.overlap(own, computing) / intervals.total(own)
         sentences.append(
-            f"EngineCore worked for {words.duration(intervals.total(own))} in {words.count(len(steps), 'step')}, "
+            f"EngineCore worked for {words.duration(intervals.total(own))} in {words.count(batches.num_engine_steps, 'step')}, "
             f"{hidden:.0%} of it while a worker computed"
         )
     for process in run.workers[:2]:

@@ -69,7 +69,8 @@ def _explain(run: Run, batches: Batches, processes: list[Process]) -> list[str]:
         f"stage {batches.stage_of[p]} {intervals.total(batches.busy(p)) / length:.0%}" for p in processes
     ]
     sentences.append(
-        f"over {words.every(len(batches.steps), 'step')}, the stages computed: {words.listing(shares)}"
+        f"over the {words.count(len(batches.steps), 'step')} that had a batch, the stages computed: "
+        f"{words.listing(shares)}"
     )
     if len(processes) > 1:
         first, last = batches.spans[processes[0]], batches.spans[processes[-1]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from minivllm.exceptions import ConfigError
 from minivllm.timeline import meetings
 from minivllm.timeline import text as words
+from minivllm.timeline.batches import engine_steps
 from minivllm.timeline.messages import Messages, written_ns
 from minivllm.timeline.run import Run
 from minivllm.timeline.view import View
@@ -24,9 +25,12 @@ def build(run: Run) -> View:
     if not steps:
         view.missing.append(run.missing("rpc", "engine steps"))
         return view
-    step = _choose(run, steps)
+    numbered = engine_steps(run)
+    step = _choose(run, steps, numbered)
+    number = next((number for number, span in numbered.items() if span is step), None)
+    which = "one that schedules nothing" if number is None else f"step {number} of {max(numbered):,}"
     view.title = (
-        f"One engine step across processes: step {steps.index(step)} (they go from 0 to {len(steps) - 1}), "
+        f"One engine step across processes: {which}, "
         f"{words.instant(run.at(step.start_ns), 3)} after the start of the run"
     )
     executions = [s for s in run.below(step) if s.name == "rpc.execute"]
@@ -49,12 +53,12 @@ def build(run: Run) -> View:
     return view
 
 
-def _choose(run: Run, steps: list[Span]) -> Span:
+def _choose(run: Run, steps: list[Span], numbered: dict[int, Span]) -> Span:
     focus = run.options.focus
     if focus is None:
         return steps[len(steps) // 2]
-    if focus.isdigit() and int(focus) < len(steps):
-        return steps[int(focus)]
+    if focus.isdigit() and int(focus) in numbered:
+        return numbered[int(focus)]
     if len(focus) >= 4:
         target = next((s for s in run.store.spans() if s.span_id.startswith(focus.lower())), None)
         if target is not None:
@@ -62,7 +66,7 @@ def _choose(run: Run, steps: list[Span]) -> Span:
                 if step is target or step.start_ns <= target.start_ns < step.end_ns:
                     return step
     raise ConfigError(
-        f"--focus {focus}: no such step in this trace; steps are numbered 0 to {len(steps) - 1}"
+        f"--focus {focus}: no such step in this trace; steps are numbered {min(numbered)} to {max(numbered)}"
     )
 
 
