@@ -264,7 +264,7 @@ def check_view(directory: Path, overlapping: int, pairs: int, batches: int) -> N
     assert ("had up to 2" in text) == (batches == 2)
     assert "future" in [v.name for v in build_views(store, ["all"])] or batches == 1
     summary, first, second = compare((store, store), ("A", "B"), ["pipeline"], Options())
-    steps = len(store.spans("engine_core.step"))
+    steps = len(store.spans("scheduler.schedule"))
     assert f"steps: A {steps}, B {steps} (the same)" in summary.explanation
     assert f"over the {pairs + 1} steps that had a batch" in text
     assert first.title.startswith("A: ") and second.title.startswith("B: ")
