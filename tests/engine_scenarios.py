@@ -15,6 +15,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -327,6 +329,22 @@ def exit_without_shutdown() -> None:
     llm = start()
     llm.generate([1], SHORT)
     sys.exit(7)
+
+
+def engine_killed_with_a_worker_stopped() -> None:
+    """The stopped one cannot notice that it is an orphan; nothing is left when shutdown() returns."""
+    llm = start()
+    workers = worker_pids(llm)
+    os.kill(workers[1], signal.SIGSTOP)
+    os.kill(engine_pid(llm), signal.SIGKILL)
+    begun = time.monotonic()
+    llm.shutdown()
+    took = time.monotonic() - begun
+    for pid in workers:
+        # Its next parent may not have reaped it yet.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            assert ") Z " in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8"), "a worker is left"
+    assert took < 3 + SLACK_S, took
 
 
 def trace_disk_is_full() -> None:

@@ -28,6 +28,7 @@ SCENARIOS = [
     "start_up_rpc_raises",
     "start_up_is_late",
     "trace_disk_is_full",
+    "engine_killed_with_a_worker_stopped",
     "pool_too_small",
     "shutdown_during_generate",
     "interrupted_generate_leaves_the_engine_usable",

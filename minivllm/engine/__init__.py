@@ -138,6 +138,7 @@ class StartupMessage(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     Attributes:
         kind: "hello" (the socket is connected), "progress", "ready" or "failed".
         rank_steps: what each rank is doing, as a name of the span catalogue.
+        rank_pids: process of each rank, 0 while there is none; nothing with one rank in EngineCore itself.
         error_type: name of the class in minivllm.exceptions to raise, "" for any other error.
     """
 
@@ -146,3 +147,4 @@ class StartupMessage(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     error: str = ""
     error_type: str = ""
     rank_steps: list[str] = []
+    rank_pids: list[int] = []

@@ -332,7 +332,7 @@ class EngineCoreProc(EngineCore):
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_reader, zmq.POLLIN)
-        self._rank_steps: list[str] = []
+        self._progress: tuple[list[str], list[int]] = [], []
         super().__init__(vllm_config, executor_class, self._on_executor_failure, self._on_progress)
         # The start-up heap lives as long as the process: no need to look through it again and again.
         gc.collect()
@@ -343,10 +343,10 @@ class EngineCoreProc(EngineCore):
         os.write(self._wake_writer, b"\x00")
 
     def _on_progress(self, ranks: list[RankStatus]) -> None:
-        steps = [rank.step for rank in ranks]
-        if steps != self._rank_steps:
-            self._rank_steps = steps
-            send_startup_message(self._socket, StartupMessage("progress", rank_steps=steps))
+        progress = [rank.step for rank in ranks], [rank.pid for rank in ranks if rank.pid != os.getpid()]
+        if progress != self._progress:
+            self._progress = steps, pids = progress
+            send_startup_message(self._socket, StartupMessage("progress", rank_steps=steps, rank_pids=pids))
 
     def run_busy_loop(self) -> None:
         """Serve until an exception ends it: SystemExit on SIGTERM, anything else is a failure of the engine."""

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pickle
 import secrets
-import sys
 import tempfile
 import threading
 import weakref
@@ -43,6 +42,7 @@ from minivllm.engine.core_process import (
     make_socket,
     remove_socket_directory,
 )
+from minivllm.engine.known_workers import KnownWorkers, open_pidfd
 from minivllm.engine.serial_utils import FunctionByValue, decode_exception, pickle_value
 from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError
 from minivllm.executor.leftovers import remove_leftovers
@@ -204,11 +204,13 @@ class BackgroundResources:
     Attributes:
         failure: why the engine is dead, the first cause only.
         waiting: somebody waits for EngineCore, or was interrupted while waiting; then it may be busy for long.
+        workers: the processes that EngineCore has said are its workers.
     """
 
     def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], trace_parent: bytes) -> None:
         self.failure: str | None = None
         self.waiting = False
+        self.workers = KnownWorkers()
         # Held around every use of the socket, also while waiting at it.
         self.socket_lock = threading.RLock()
         self._owner_pid = os.getpid()
@@ -245,7 +247,7 @@ class BackgroundResources:
             self.status_page.close_descriptor()
         self.poller = zmq.Poller()
         self.poller.register(self.socket, zmq.POLLIN)
-        self._pidfd = _pidfd(self.process)
+        self._pidfd = open_pidfd(self.process.pid)
         # Workers that EngineCore forks hold the sentinel's other end, too; a pidfd does not care.
         self.poller.register(self.process.sentinel if self._pidfd < 0 else self._pidfd, zmq.POLLIN)
 
@@ -274,7 +276,9 @@ class BackgroundResources:
             self.failure = self.failure or "the engine has been shut down"
             try:
                 self._end_process()
+                self.workers.end()
             finally:
+                self.workers.close()
                 self._death_writer.close()
                 self.remove_socket_files()
                 if self.process.pid is not None and self.process.exitcode != 0:
@@ -370,6 +374,7 @@ class SyncMPClient(EngineCoreClient):
                     resources.remove_socket_files()
                 elif message.kind == "progress":
                     ranks = message.rank_steps
+                    resources.workers.add(message.rank_pids)
                 elif message.kind == "failed":
                     self._fail(message.error)
                     raise _startup_error(message)
@@ -509,16 +514,6 @@ class SyncMPClient(EngineCoreClient):
     def shutdown(self) -> None:
         self._finalizer()
         self.resources.close()
-
-
-def _pidfd(process: multiprocessing.process.BaseProcess) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where there is no such thing."""
-    if sys.platform == "linux" and process.pid is not None:
-        try:
-            return os.pidfd_open(process.pid)
-        except OSError:
-            pass
-    return -1
 
 
 def _socket_base() -> str:

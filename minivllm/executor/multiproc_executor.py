@@ -130,6 +130,8 @@ class MultiprocExecutor(Executor):
                     )
                 )
         resources.orphan_reader.close()
+        # Whoever listens knows the processes from now on, whatever becomes of this one.
+        self._report_progress()
         limit_s = startup_timeout_s(self.parallel_config)
         self.workers = WorkerProc.wait_for_ready(
             resources, list(resources.handles), limit_s, self._report_progress
