@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,80 @@ def test_run_without_a_root_shows_the_largest_trace(tmp_path: Path) -> None:
     tracer.span("worker.main", 0, 1)
     merged = TraceStore.open(run.write())
     assert merged.trace_id == "5" * 32 and len(merged.spans()) == 2 and len(merged.trace_ids) == 2
+
+
+# --- what is missing, or not shown
+
+RUN = Path(__file__).resolve().parents[1] / "docs" / "runs" / "tp2"
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        (["client"], ["no events of the client"]),
+        (["engine_core"], ["no events of EngineCore"]),
+        (["engine_core", "worker"], ["no events of EngineCore"]),
+        (["client", "engine_core"], ["no events of the process that started the workers"]),
+        (["worker"], ["no events of rank 0", "no events of rank 1"]),
+        ([], []),
+    ],
+)
+def test_a_process_without_files_is_named(gone: list[str], said: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "trace"
+    shutil.copytree(RUN, directory)
+    for role in gone:
+        for file in directory.glob(f"{role}-*"):
+            file.unlink()
+    assert TraceStore.open(directory).warnings == said
+
+
+def test_a_run_that_is_not_shown_is_mentioned(tmp_path: Path) -> None:
+    directory = tmp_path / "trace"
+    shutil.copytree(RUN, directory)
+    shutil.copytree(RUN.parent / "runner-v1", directory, dirs_exist_ok=True)
+    store = TraceStore.open(directory)
+    assert store.warnings == ["the directory holds 1 other run as well, of which nothing is shown"]
+
+
+def test_files_without_anything_readable_are_not_called_no_trace(tmp_path: Path) -> None:
+    directory = tmp_path / "trace"
+    directory.mkdir()
+    with pytest.raises(ConfigError, match="holds no trace; record one"):
+        TraceStore.open(directory)
+    for name in ("client-7.jsonl", "client-7.journal.jsonl"):
+        (directory / name).write_bytes(b"")
+    with pytest.raises(
+        ConfigError,
+        match=r"no trace that can be read: client-7.journal.jsonl is empty, and nothing in 1 other file",
+    ):
+        TraceStore.open(directory)
+    for name in ("client-7.jsonl", "client-7.journal.jsonl"):
+        (directory / name).write_bytes(bytes(range(1, 250)))
+    with pytest.raises(ConfigError, match=r"can be read: \d+ lines unreadable in client-7.journal.jsonl"):
+        TraceStore.open(directory)
+
+
+def test_a_foreign_file_is_not_one_of_ours_that_is_cut_off(tmp_path: Path) -> None:
+    directory = tmp_path / "trace"
+    shutil.copytree(RUN, directory)
+    (directory / "other-1.jsonl").write_text('{"x":1}\n')
+    assert TraceStore.open(directory).warnings == ["1 line unreadable in other-1.jsonl"]
+
+
+def test_a_step_of_which_only_the_beginning_is_known_has_no_length(tmp_path: Path) -> None:
+    from minivllm.timeline import build_views
+    from minivllm.timeline.render import _note
+
+    directory = tmp_path / "trace"
+    shutil.copytree(RUN, directory)
+    for file in directory.glob("client-*.jsonl"):
+        lines = file.read_bytes().splitlines(keepends=True)
+        if "journal" in file.name:
+            kept = next(i for i, line in enumerate(lines) if b"engine_core.spawn" in line)
+            file.write_bytes(b"".join(lines[: kept + 1]))
+        else:
+            file.write_bytes(lines[0][:500])
+    store = TraceStore.open(directory)
+    assert len(store.warnings) == 1 and store.warnings[0].endswith("is cut off")
+    (view,) = build_views(store, ["spawn"])
+    assert _note(next(row for row in view.rows if row.label == "engine_core.spawn")) == "never finished"

@@ -148,6 +148,9 @@ def _note(row: Row) -> str:
     if row.note or not row.segments:
         return row.note
     start, end = row.segments[0].start_ns, max(s.end_ns for s in row.segments)
+    if start == end and row.segments[-1].kind is Kind.UNFINISHED:
+        # Nothing is known of its process after the moment in which it began.
+        return "never finished"
     return words.duration(end - min(start, *(s.start_ns for s in row.segments)))
 
 

@@ -18,10 +18,12 @@ from typing import Any
 import msgspec
 
 from minivllm.exceptions import ConfigError
+from minivllm.timeline import text as words
 from minivllm.trace_store.files import Directory
 from minivllm.trace_store.merge import finish_open_spans, spans_of
 from minivllm.trace_store.model import Event, Link, Process, Span
 from minivllm.tracing.catalogue import MESSAGE, SPANS
+from minivllm.tracing.spec import CLIENT, ENGINE_CORE, WORKER
 
 __all__ = ["Event", "Link", "Process", "Span", "TraceStore"]
 
@@ -68,6 +70,14 @@ class TraceStore:
         content = Directory(path)
         spans = [span for record in content.records.values() for span in spans_of(record)]
         if not spans:
+            if content.files:
+                first = content.damage[0] if content.damage else f"{content.files[0]} is empty"
+                rest = (
+                    f", and nothing in {words.count(len(content.files) - 1, 'other file')}"
+                    if len(content.files) > 1
+                    else ""
+                )
+                raise ConfigError(f"{directory} holds no trace that can be read: {first}{rest}")
             raise ConfigError(f"{directory} holds no trace; record one with `minivllm demo --trace DIR`")
         spans.sort(key=lambda span: span.start_ns)
         trace_ids = list(dict.fromkeys(span.trace_id for span in spans))
@@ -175,11 +185,39 @@ class TraceStore:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What is missing from the trace, as far as it can be told: what it shows may be wrong because of that."""
+        """What is missing, as far as it can be told, or not shown: what is shown may be wrong because of that."""
         told = {span.rank for span in self.spans("executor.make_worker_process")}
         silent = told - {process.rank for process in self._processes} - {None}
         numbers = sorted(rank for rank in silent if rank is not None)
-        return [*(f"no events of rank {rank}" for rank in numbers), *self.damage]
+        others = len(self.trace_ids) - 1
+        return [
+            *(f"no events of {who}" for who in self._silent_parents()),
+            *(f"no events of rank {rank}" for rank in numbers),
+            *self.damage,
+            *(
+                [f"the directory holds {words.count(others, 'other run')} as well, of which nothing is shown"]
+                if others
+                else []
+            ),
+        ]
+
+    def _silent_parents(self) -> list[str]:
+        """Processes of which others of the trace speak as their parents, and which say nothing themselves."""
+        roles = {process.role for process in self._processes}
+        silent = []
+        if CLIENT not in roles and ENGINE_CORE in roles and self._has_orphan(ENGINE_CORE):
+            silent.append("the client")
+        if ENGINE_CORE not in roles and self._by_name.get("engine_core.spawn"):
+            silent.append("EngineCore")
+        if roles == {WORKER} and self._has_orphan(WORKER):
+            silent.append("the process that started the workers")
+        return silent
+
+    def _has_orphan(self, role: str) -> bool:
+        return any(
+            span.process.role == role and span.parent_span_id and span.parent_span_id not in self._by_id
+            for span in self._spans
+        )
 
     def first_failure(self) -> Span | None:
         """The innermost step in which something went wrong first, whatever failed later because of it.

@@ -40,6 +40,7 @@ class _JournalLine(msgspec.Struct):
     span: RawSpan | None = None
 
 
+_BEGINNINGS = (b'{"resourceSpans":', b'{"resource":', b'{"span":')
 _line_decoder = msgspec.json.Decoder(_Line)
 _journal_decoder = msgspec.json.Decoder(_JournalLine)
 
@@ -61,6 +62,7 @@ class Directory:
         records: by `service.instance.id`, or by role and pid where a file has none.
         damaged_lines: lines that could not be read, such as the torn last line of a killed process.
         damage: the same in words, a sentence for each file.
+        files: the names of all files that may hold spans.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,11 +71,13 @@ class Directory:
         self.damage: list[str] = []
         self._known_resources: dict[bytes, ProcessRecord] = {}
         files = sorted(path.glob("*.jsonl"))
+        spools = sorted(path.glob("*.spool"))
+        self.files = [file.name for file in (*files, *spools)]
         for file in files:
             if file.name.endswith(".journal.jsonl"):
                 self._read_journal(file)
         # Spools before what is made of them: one that is gone by now has gone into the file beside it.
-        for file in sorted(path.glob("*.spool")):
+        for file in spools:
             lines, torn = read_lines(file)
             self._note_damage(file, torn, "record")
             self._read_spans(file, lines)
@@ -156,8 +160,8 @@ def _process(resource: dict[str, Any]) -> Process:
 
 
 def _is_cut_off(lines: list[bytes], damaged: list[bytes]) -> bool:
-    """Whether the last line begins as all do and does not end."""
-    return bool(damaged) and damaged[-1] is lines[-1] and lines[-1].startswith(b'{"')
+    """Whether the last line begins as ours do and does not end."""
+    return bool(damaged) and damaged[-1] is lines[-1] and lines[-1].startswith(_BEGINNINGS)
 
 
 def _is_locked(file: Path) -> bool:
