@@ -16,6 +16,7 @@ import minivllm
 from minivllm import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from minivllm.config import BUNDLED_CHECKPOINT
 from minivllm.exceptions import ConfigError, RequestError
+from minivllm.tracing.failpoints import never_reached
 
 
 @pytest.mark.parametrize(
@@ -255,6 +256,23 @@ def test_a_failpoint_of_a_rank_that_does_not_exist_is_refused(monkeypatch: pytes
         ConfigError, match=r"'rpc\.execute@rank1=kill' can never act: the run has rank 0 only"
     ):
         EngineArgs(device="cpu").create_engine_config()
+
+
+def test_a_failpoint_that_nobody_came_to_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the trace can tell: of steps of a higher level, and of what a death has made impossible, it cannot."""
+    late = "rpc.execute@rank0#999=raise"
+    monkeypatch.setenv("MINIVLLM_FAILPOINTS", f"executor.init@engine=sleep:0; {late}; mq.enqueue#999=kill")
+    with LLM(device="cpu", worker_cls="counting_worker.CountingWorker", trace=tmp_path / "trace"):
+        pass
+    assert [r.getMessage() for r in caplog.records] == [
+        f"the trace shows no process that came to the failpoint {late}"
+    ]
+    trace = str(tmp_path / "trace")
+    assert never_reached(f"executor.init@engine=sleep:0; {late}", trace, "rpc") == [late]
+    (tmp_path / "trace" / "worker").write_text("executor.init@engine=kill")
+    assert never_reached(f"executor.init@engine=kill; {late}", trace, "rpc") == []
 
 
 def test_names_can_be_completed() -> None:

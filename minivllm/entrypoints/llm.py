@@ -7,6 +7,7 @@ Articles: part 1 intro
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -23,10 +24,14 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.exceptions import RequestError
 from minivllm.request_output import RequestOutput
 from minivllm.sampling_params import SamplingParams
+from minivllm.tracing.failpoints import never_reached
 from minivllm.utils.system_utils import open_standard_descriptors
 
 if TYPE_CHECKING:
     from minivllm.live_step import LiveStep
+
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -220,8 +225,22 @@ def _start_trace(vllm_config: VllmConfig) -> tracing.Span:
 
 def _end_trace(run: tracing.Span, vllm_config: VllmConfig) -> None:
     run.end()
-    if vllm_config.observability_config.trace_level != "off":
+    observability = vllm_config.observability_config
+    if observability.trace_level != "off":
         tracing.shutdown()
+        if envs.MINIVLLM_FAILPOINTS and observability.trace_dir is not None:
+            _note_idle_failpoints(observability.trace_dir, observability.trace_level)
+
+
+def _note_idle_failpoints(trace_dir: str, trace_level: str) -> None:
+    """Say which failpoints nobody came to: the run then went as if they had not been set."""
+    try:
+        idle = never_reached(envs.MINIVLLM_FAILPOINTS, trace_dir, trace_level)
+    except OSError:
+        # A trace that cannot be read tells nothing.
+        return
+    if idle:
+        logger.warning("the trace shows no process that came to the failpoint %s", ", ".join(idle))
 
 
 def _take_back(engine: LLMEngine, request_ids: list[str]) -> None:

@@ -14,11 +14,12 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from minivllm.exceptions import ConfigError
 from minivllm.tracing.catalogue import SPANS
 from minivllm.tracing.process import identity
-from minivllm.tracing.spec import ENGINE_CORE, WORKER, SpanSpec
+from minivllm.tracing.spec import ENGINE_CORE, LEVEL_NAMES, WORKER, SpanSpec
 
 _SPEC = re.compile(
     r"^(?P<span>[a-z_.]+)(?:@(?P<who>rank\d+|engine|client))?(?:\#(?P<nth>\d+|\*))?"
@@ -109,6 +110,28 @@ def check_ranks(text: str, world_size: int) -> None:
         if rank.isdigit() and int(rank) >= world_size:
             ranks = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
             raise ConfigError(f"MINIVLLM_FAILPOINTS: {failpoint.text!r} can never act: the run has {ranks}")
+
+
+def never_reached(text: str, trace_dir: str, level: str) -> list[str]:
+    """The failpoints that acted nowhere in a recorded run; none when another one ended a process or raised before them.
+
+    Args:
+        level: of the trace. Where it does not record a failpoint's step, nothing can be said of it.
+    """
+    recorded = [
+        one
+        for several in parse(text).values()
+        for one in several
+        if SPANS[one.span].level <= LEVEL_NAMES.index(level)
+    ]
+    missing = {one.text: one.text.encode() for one in recorded}
+    for path in Path(trace_dir).iterdir():
+        if missing and path.is_file():
+            content = path.read_bytes()
+            missing = {name: said for name, said in missing.items() if said not in content}
+    if any(one.action != "sleep" and one.text not in missing for one in recorded):
+        return []
+    return list(missing)
 
 
 def act(failpoint: Failpoint, save_trace: Callable[[], None]) -> None:
