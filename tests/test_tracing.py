@@ -273,6 +273,15 @@ def test_removed_directory_costs_the_trace_and_not_the_run(tmp_path: Path) -> No
     assert "ConfigError: cannot write traces to /dev/full/x" in result.stderr
 
 
+def test_what_is_mapped_has_its_room_on_the_disk(tmp_path: Path) -> None:
+    """A store into a mapped page for which a full disk has no block would kill the process, by SIGBUS."""
+    with recording(tmp_path):
+        for kind in ("open", "spool"):
+            (path,) = tmp_path.rglob(f"*.{kind}")
+            found = path.stat()
+            assert found.st_blocks * 512 >= found.st_size > 0, path
+
+
 def test_configure_again_goes_to_another_directory(tmp_path: Path) -> None:
     tracing.configure("client", trace_dir=str(tmp_path / "a"), level="rpc")
     run = tracing.start_span("run")

@@ -55,8 +55,14 @@ class TraceFiles:
         # Held until the process is gone: the reader tells a span still open from one that will never end by it.
         _lock(self._journal_fd)
         self._table_path = self.directory / f"{stem}.open"
-        self.table = OpenTable(self._table_path, identity.pid, clock.offset_ns)
-        self.spool = Spool(self.directory / f"{stem}.spool")
+        try:
+            self.table = OpenTable(self._table_path, identity.pid, clock.offset_ns)
+            self.spool = Spool(self.directory / f"{stem}.spool")
+        except OSError:
+            self.remove_table()
+            os.close(self._spans_fd)
+            os.close(self._journal_fd)
+            raise
         self._failed = False
         self._resource = ""
         self.write_resource()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,10 +53,15 @@ class OpenTable:
     __slots__ = ("_reserve", "ends", "free", "memory")
 
     def __init__(self, path: Path, pid: int, clock_offset_ns: int) -> None:
+        """Raises OSError: the file cannot be made, or the disk is full."""
         size = SLOT_BYTES * (SLOTS + 1)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            os.ftruncate(fd, size)
+            # Reserved: a store into a mapped page that the disk has no room for would be a SIGBUS.
+            if sys.platform == "darwin":
+                os.ftruncate(fd, size)  # macOS has nothing better
+            else:
+                os.posix_fallocate(fd, 0, size)
             self.memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
