@@ -211,6 +211,11 @@ def test_unreadable_options_are_explained(args: list[str]) -> None:
     assert done.returncode == 2 and "usage:" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_level_without_a_trace_is_refused() -> None:
+    done = minivllm("generate", "x", "--trace-level", "rpc")
+    assert done.returncode == 2 and "give --trace DIR" in done.stderr
+
+
 def test_traceback_is_shown_when_asked_for() -> None:
     assert "Traceback" in minivllm("timeline", "/nowhere", "--traceback").stderr
     assert "Traceback" in minivllm("timeline", "/nowhere", MINIVLLM_LOG_LEVEL="DEBUG").stderr
@@ -315,6 +320,7 @@ def test_timeline_options_reach_the_views(trace: Path) -> None:
         (["--focus", "4711", "--view", "rpc"], "calls are numbered 10 to 18"),
         (["--rank", "7"], "the run has ranks 0 and 1"),
         (["--from", "2s", "--to", "1s"], "--from must be earlier"),
+        (["--from", "100s"], "--from 100.000 s: the run ends at"),
     ):
         done = minivllm("timeline", str(trace), *args)
         assert done.returncode == 2 and said in done.stderr, done.stderr

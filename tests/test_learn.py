@@ -89,6 +89,15 @@ def test_whatever_a_file_does_the_check_says_so(source: str, text: str, tmp_path
     assert not verdict.passed and text in verdict.why, verdict
 
 
+@pytest.mark.parametrize("source", ["while True:\n    pass\n", "import time\ntime.sleep(1e6)\n"])
+def test_a_file_whose_import_does_not_end_is_given_up_soon(source: str, tmp_path: Path) -> None:
+    exercise = EXERCISES[IDS.index("flag-last")]
+    file = tmp_path / exercise.file_name
+    file.write_text(source)
+    why = judge(exercise, file, import_limit_s=0.3).why
+    assert "the file cannot be used: importing it does not end within 0.3 s (at flag_last.py:" in why
+
+
 def learn(*args: str, cwd: Path, module: str = "minivllm", **env: str) -> subprocess.CompletedProcess[str]:
     names = ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
@@ -118,6 +127,7 @@ def test_from_start_to_solution(tmp_path: Path) -> None:
 
     hints = [learn("hint", "1", cwd=tmp_path).stdout for _ in range(4)]
     assert [text.count(" of 3 ") for text in hints] == [1, 2, 3, 3] and "last one" in hints[2]
+    assert hints[3].startswith("There are no more") and "last one" not in hints[3]
 
     solution = learn("solution", "one-slot", cwd=tmp_path)
     file.write_text(solution.stdout)

@@ -301,7 +301,10 @@ def test_positions() -> None:
     call = walk[find_position(walk, "rpc.execute@rank1#3")]
     assert call.kind is Kind.BEGIN and call.span is walk.store.spans("rpc.execute", rank=1)[2]
     for text, said in (
-        ("rpc.execute@rank7", "the run has 0 of them"),
+        ("rpc.execute@rank7", "rpc.execute@rank7: the run has ranks 0 and 1"),
+        ("rpc.call@rank1", "rank 1 has no rpc.call, but other processes have"),
+        ("rpc.call#999", "rpc.call#999: the run has"),
+        ("dist.send", "the run has no dist.send"),
         ("0", "no step 0"),
         ("999999", "no step 999999"),
         ("soon", "no step number"),

@@ -335,6 +335,8 @@ def test_filters_drop_rows_and_say_so(store: TraceStore) -> None:
     assert (cut.start_ns, cut.end_ns) == (2_400 * MS, 2_900 * MS)
     assert "worker.bootstrap" not in [r.label for r in cut.rows]
     assert "outside 2.400 s to 2.900 s" in cut.explanation[-1]
+    assert "rows before 2.400 s are left out" in one(store, "init", from_ns=2_400 * MS).explanation[-1]
+    assert "rows after 2.400 s are left out" in one(store, "init", to_ns=2_400 * MS).explanation[-1]
 
 
 # --- what reaches the reader

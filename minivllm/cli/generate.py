@@ -65,7 +65,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--trace-level",
         choices=engine.TRACE_LEVELS,
-        default="rpc",
         help="how much --trace records (default: rpc)",
     )
     parser.add_argument(
@@ -77,8 +76,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from minivllm.exceptions import ConfigError
     from minivllm.sampling_params import SamplingParams
 
+    if args.trace_level is not None and args.trace is None:
+        raise ConfigError("--trace-level says how much --trace records; give --trace DIR as well")
     prompts = _prompts(args.prompts)
     # Everything that can be refused is refused before a process is started.
     params = SamplingParams(
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=max(1, min(64, args.max_num_batched_tokens)),
         dtype=args.dtype,
         max_model_len=args.max_model_len,
-        **({"trace_level": args.trace_level} if trace is not None else {}),
+        **({"trace_level": args.trace_level or "rpc"} if trace is not None else {}),
     ) as llm:
         outputs = llm.generate(prompts, params)
     if args.json:

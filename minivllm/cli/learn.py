@@ -183,15 +183,20 @@ def _hint(args: argparse.Namespace) -> int:
     here = Path.cwd()
     done = progress.load(here)
     hints = exercise.about.hints
-    shown = min(done[exercise.name].hints + 1, len(hints))
+    seen = done[exercise.name].hints
+    shown = min(seen + 1, len(hints))
     done[exercise.name].hints = shown
     progress.save(here, done)
     console, spell = _console()
+    if seen >= len(hints):
+        console.print("There are no more; all of them once again:")
+        console.print()
     for number, hint in enumerate(hints[:shown], 1):
         _item(console, f"{number} of {len(hints)}", spell(hint))
     if shown == len(hints):
         console.print()
-        console.print(f"That was the last one. `minivllm learn solution {exercise.name}` prints a solution.")
+        said = "" if seen >= len(hints) else "That was the last one. "
+        console.print(f"{said}`minivllm learn solution {exercise.name}` prints a solution.")
     return common.OK
 
 

@@ -96,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
         min_duration_ns=args.min_duration,
     )
     store = open_store(args.directory)
-    _check_ranks(store, options)
+    _check_options(store, options)
     if args.compare:
         from minivllm.timeline.compare import compare
 
         other = open_store(args.compare)
-        _check_ranks(other, options)
+        _check_options(other, options)
         labels = _labels(args.directory, args.compare)
         _show_views(compare((store, other), labels, names, options), len(store.spans()), args)
     else:
@@ -161,10 +161,18 @@ def open_store(directory: str) -> TraceStore:
     return store
 
 
-def _check_ranks(store: TraceStore, options: Options) -> None:
+def _check_options(store: TraceStore, options: Options) -> None:
+    """Raises ConfigError: a rank that the run does not have, or a stretch of time behind its end."""
     from minivllm.exceptions import ConfigError
     from minivllm.timeline import text as words
+    from minivllm.timeline.run import Run
 
+    run = Run(store)
+    end_ns = run.at(max(span.end_ns for span in store.spans()))
+    if options.from_ns is not None and options.from_ns > end_ns:
+        raise ConfigError(
+            f"--from {words.instant(options.from_ns, 3)}: the run ends at {words.instant(end_ns, 3)}"
+        )
     known = sorted({p.rank for p in store.processes() if p.role == "worker" and p.rank is not None})
     wrong = sorted(set(options.ranks or ()) - set(known))
     if wrong:

@@ -12,18 +12,21 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from minivllm.learn import kit
 from minivllm.learn.exercise import find
 
 
-def main(name: str, file: str, stacks: str, report_fd: int) -> None:
+def main(name: str, file: str, stacks: str, report_fd: int, import_limit_s: float) -> None:
     """Try every invariant of an exercise on a file, up to the first that is broken, and end the process."""
     # Python's helper that removes semaphores of processes that are gone must outlive them: it stays in the group of
     # whoever judges, and everything else is in one that can be ended as a whole.
@@ -38,7 +41,7 @@ def main(name: str, file: str, stacks: str, report_fd: int) -> None:
             report.write(json.dumps([event, text]) + "\n")
             report.flush()
 
-        _try(name, say)
+        _try(name, say, import_limit_s)
         say("done")
     # A thread of the learner that is stuck must not keep this process.
     sys.stdout.flush()
@@ -46,11 +49,12 @@ def main(name: str, file: str, stacks: str, report_fd: int) -> None:
     os._exit(0)
 
 
-def _try(name: str, say: Callable[..., None]) -> None:
+def _try(name: str, say: Callable[..., None], import_limit_s: float) -> None:
     try:
         # At the end: a file of the learner that is called queue.py must not hide Python's.
         sys.path.append(str(kit.place.file.parent))
-        module: Any = importlib.import_module(kit.place.file.stem)
+        with _limited(import_limit_s):
+            module: Any = importlib.import_module(kit.place.file.stem)
     except BaseException as error:
         say("unusable", _describe(error))
         return
@@ -66,9 +70,31 @@ def _try(name: str, say: Callable[..., None]) -> None:
         say("held")
 
 
+class _TooSlow(BaseException):
+    """The learner's file is being imported for so long that it will not end."""
+
+
+@contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    """Interrupt what Python code runs, or sleeps, inside for too long; what cannot be interrupted meets the hard limit."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise _TooSlow(f"importing it does not end within {limit_s:g} s")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, limit_s * kit.slack())
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
 def _describe(error: BaseException) -> str:
     """What was raised, and where in the learner's file."""
     text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, _TooSlow):
+        text = str(error)
     if isinstance(error, SyntaxError):
         return f"{kit.place.file.name}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = [
@@ -82,4 +108,4 @@ def _describe(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5]))

@@ -22,6 +22,8 @@ from minivllm.learn import kit
 from minivllm.learn.exercise import Exercise
 
 LIMIT_S = 60.0
+# Importing a file defines functions and classes; torch, for those that need it, takes a second or two.
+IMPORT_LIMIT_S = 10.0
 # What a learner's prints may take of the screen.
 OUTPUT_LINES = 20
 
@@ -51,17 +53,21 @@ class Verdict:
         return not self.why and all(state is State.HOLDS for state in self.states)
 
 
-def judge(exercise: Exercise, file: Path, limit_s: float = LIMIT_S) -> Verdict:
+def judge(
+    exercise: Exercise, file: Path, limit_s: float = LIMIT_S, import_limit_s: float = IMPORT_LIMIT_S
+) -> Verdict:
     """Try the invariants of `exercise` on the code in `file`; whatever that does, this returns.
 
     Args:
         limit_s: seconds after which every process of the check is killed; the limits inside are much shorter.
+        import_limit_s: seconds that importing the file may take.
     """
     file = file.resolve()
     with tempfile.TemporaryDirectory(prefix="minivllm-learn-") as stacks, tempfile.TemporaryFile() as output:
         reader, writer = os.pipe()
+        arguments = [exercise.name, str(file), stacks, str(writer), str(import_limit_s)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "minivllm.learn.inside", exercise.name, str(file), stacks, str(writer)],
+            [sys.executable, "-m", "minivllm.learn.inside", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

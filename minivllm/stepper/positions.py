@@ -117,12 +117,27 @@ def names_a_span(text: str) -> bool:
     return named is not None and named["name"] in SPANS
 
 
+def _why_not_there(walk: Walk, name: str, rank: int | None, count: int) -> str:
+    """What a run has of a step, where it has fewer of it than was asked for."""
+    everywhere = walk.store.spans(name)
+    if rank is not None and not count:
+        workers = sorted({p.rank for p in walk.store.processes() if p.rank is not None})
+        if rank not in workers:
+            return f"the run has {words.ranks(workers)}" if workers else "the run has no worker processes"
+        if everywhere:
+            return f"rank {rank} has no {name}, but other processes have {len(everywhere):,}"
+    if not everywhere:
+        return f"the run has no {name}"
+    where = f"rank {rank}" if rank is not None else "the run"
+    return f"{where} has {words.count(count, 'such step')}"
+
+
 def _find_named(walk: Walk, text: str, named: re.Match[str]) -> int:
     rank = int(named["rank"]) if named["rank"] else None
     spans = walk.store.spans(named["name"], rank=rank)
     nth = int(named["nth"] or 1)
     if nth > len(spans):
-        raise ConfigError(f"{text}: the run has {len(spans)} of them; `minivllm spans` lists the names")
+        raise ConfigError(f"{text}: {_why_not_there(walk, named['name'], rank, len(spans))}")
     span = spans[nth - 1]
     found = walk.find(
         walk.at(span.start_ns) - 1, lambda step: step.span is span and step.kind is Kind.BEGIN, hidden=True

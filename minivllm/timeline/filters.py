@@ -19,13 +19,17 @@ def apply(view: View, options: Options) -> View:
         return view
     if options.from_ns is not None or options.to_ns is not None:
         start = view.start_ns if options.from_ns is None else options.from_ns
-        end = view.end_ns if options.to_ns is None else options.to_ns
+        end = max(view.end_ns, start) if options.to_ns is None else options.to_ns
         before = _count(view.rows)
         view.rows = _keep(view.rows, lambda row: _touches(row, start, end))
         view.start_ns, view.end_ns = start, max(end, start + 1)
-        _say(
-            view, before - _count(view.rows), f"outside {words.instant(start, 3)} to {words.instant(end, 3)}"
-        )
+        if options.to_ns is None:
+            where = f"before {words.instant(start, 3)}"
+        elif options.from_ns is None:
+            where = f"after {words.instant(end, 3)}"
+        else:
+            where = f"outside {words.instant(start, 3)} to {words.instant(end, 3)}"
+        _say(view, before - _count(view.rows), where)
     if options.min_duration_ns:
         before = _count(view.rows)
         view.rows = _keep(view.rows, lambda row: _length(row) >= options.min_duration_ns)
