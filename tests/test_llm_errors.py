@@ -52,6 +52,7 @@ from minivllm.tracing.failpoints import never_reached
         ({"trace_level": "rpc"}, "needs a directory"),
         ({"trace": "/tmp", "trace_level": "everything"}, "everything"),
         ({"trace": ""}, "trace='' is not valid"),
+        ({"live_step": 5}, "live_step=5 is not valid: True, False or a text of commands"),
         ({"gpu_memory_utilization": 2}, "gpu_memory_utilization=2"),
         (
             {"gpu_memory_utilization": "x"},

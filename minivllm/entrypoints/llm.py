@@ -21,7 +21,7 @@ from minivllm.config.checks import LONGEST_S, is_number
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import OnProgress
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.exceptions import RequestError
+from minivllm.exceptions import ConfigError, RequestError
 from minivllm.request_output import RequestOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm.tracing.failpoints import never_reached
@@ -68,6 +68,10 @@ class LLM:
         """
         open_standard_descriptors()
         envs.check_all()
+        if not isinstance(live_step, (bool, str)):
+            raise ConfigError(
+                f"live_step={live_step!r} is not valid: True, False or a text of commands is needed"
+            )
         if live_step:
             # torch's rendezvous waits in C code, where no clock can be stopped.
             kwargs["startup_timeout_s"] = LONGEST_S
