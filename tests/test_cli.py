@@ -272,8 +272,8 @@ def test_columns_is_honoured_in_a_pipe(trace: Path) -> None:
 def test_values_are_whole_at_any_width(trace: Path, columns: int) -> None:
     def values(width: int) -> list[str]:
         done = minivllm("timeline", str(trace), "--view", "spawn,rpc", COLUMNS=str(width))
-        # Lines that begin with a space are axes, with fewer numbers where there is less room.
-        return re.findall(r"^[^ ].* (\d\S* (?:s|ms|µs|ns)|pid \d+)$", done.stdout, re.M)
+        # Rows only: axes have fewer numbers where there is less room, and sentences break elsewhere.
+        return re.findall(r"^(?=[├└│]|.*pid).* (\d\S* (?:s|ms|µs|ns)|pid \d+)$", done.stdout, re.M)
 
     assert len(values(140)) > 20 and values(columns) == values(140)
 
@@ -326,6 +326,50 @@ def test_timeline_options_reach_the_views(trace: Path) -> None:
         assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("args", [["timeline", "{trace}"], ["spans", "--json"], ["learn", "solution", "1"]])
+def test_a_full_disk_behind_standard_output_is_named(trace: Path, args: list[str]) -> None:
+    command = [sys.executable, "-m", "minivllm.cli.main", *(a.format(trace=trace) for a in args)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == "minivllm: error: standard output: No space left on device\n"
+
+
+def test_a_full_disk_behind_a_file_is_named(trace: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    done = minivllm("timeline", str(trace), "--view", "spawn", "--svg", "/dev/full")
+    assert done.returncode == 1 and done.stderr == "minivllm: error: /dev/full: No space left on device\n"
+
+
+@pytest.mark.parametrize("args", [["spans"], ["learn", "list"]])
+def test_a_table_is_whole_at_any_width(args: list[str], tmp_path: Path) -> None:
+    """In a pipe no line ends with blanks; in a narrow terminal no column is lost."""
+    wide = minivllm(*args, cwd=tmp_path)
+    narrow = minivllm(*args, cwd=tmp_path, COLUMNS="40")
+    for done, columns in ((wide, 100), (narrow, 40)):
+        assert done.returncode == 0 and "…" not in done.stdout
+        assert not re.search(r"[ \t]$", done.stdout, re.M)
+        assert max(map(cell_len, done.stdout.splitlines())) <= columns
+    words = set(re.findall(r"[\w.]{4,}", wide.stdout))
+    missing = words - set(re.findall(r"[\w.]{4,}", narrow.stdout))
+    assert missing <= {
+        "chapter",
+        "exercise",
+        "minutes",
+        "here",
+        "what",
+        "wrong",
+        "shows",
+        "span",
+        "level",
+        "where",
+    }
+
+
 @pytest.mark.parametrize("args", [["timeline", "{trace}"], ["spans"]])
 def test_a_closed_pipe_is_no_error(trace: Path, args: list[str]) -> None:
     command = [sys.executable, "-m", "minivllm.cli.main", *(a.format(trace=trace) for a in args)]
@@ -346,17 +390,6 @@ def test_closed_streams_are_no_error(closing: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk_is_one_line() -> None:
-    command = f"{sys.executable} -m minivllm.cli.main spans > /dev/full"
-    done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, env=environment(), timeout=LIMIT_S
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[0] == "minivllm: error: No space left on device"
-    assert "Traceback" not in done.stderr
 
 
 # --- doctor

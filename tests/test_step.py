@@ -420,7 +420,8 @@ def test_print_at_any_width(columns: str) -> None:
         done = step(str(recorded()), "--print", *args, COLUMNS=columns)
         text = done.stdout.decode()
         assert done.returncode == 0 and "too small" not in text and len(text) > 200, text
-        assert max(map(cell_len, text.splitlines())) <= 80
+        assert max(map(cell_len, text.splitlines())) <= (50 if "--at" in args else 40)
+        assert not re.search(r" $", text, re.M)
 
 
 def test_print_the_picture_of_a_failure_in_plain_ascii() -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 OK = 0
 FAILED = 1
@@ -26,6 +28,9 @@ INTERRUPTED = 130
 CLOSED_PIPE = 141
 
 PIPE_WIDTH = 100
+# Below this a table has no room for a column of sentences beside others.
+NARROW = 72
+_TRAILING_BLANKS = re.compile(r" +((?:\x1b\[[0-9;]*m)*)(?=\n)")
 
 
 class Terminated(BaseException):
@@ -135,8 +140,11 @@ def write_file(target: str, content: bytes) -> None:
         else:
             said = f"{e.strerror}; name a file elsewhere"
         raise ConfigError(f"cannot write {target}: {said}") from e
-    with file:
-        file.write(content)
+    try:
+        with file:
+            file.write(content)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, target) from e
 
 
 def complain(message: str) -> None:
@@ -182,12 +190,20 @@ def report(error: Exception, traceback: bool) -> int:
         complain(f"the engine failed: {message}")
         return FAILED
     if isinstance(error, OSError) and error.strerror:
-        complain(
-            f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error.strerror}"
-        )
+        where = error.filename or ("standard output" if _was_printing(error) else "")
+        complain(f"error: {where}: {error.strerror}" if where else f"error: {error.strerror}")
         return FAILED
     complain(f"unexpected {type(error).__name__}: {message or 'no message'} (--traceback shows where)")
     return FAILED
+
+
+def _was_printing(error: BaseException) -> bool:
+    """Whether an error comes from where the command line prints: an error of a stream does not say of which."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
+    return module.startswith(("minivllm.cli.", "rich."))
 
 
 def options() -> argparse.ArgumentParser:
@@ -212,5 +228,31 @@ def console(stderr: bool = False, width: int | None = None) -> Console:
     if width is None and not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         width = PIPE_WIDTH
     return PipeConsole(
-        stderr=stderr, width=width, highlight=False, soft_wrap=False, emoji=False, markup=False
+        file=stream if stream.isatty() else cast("IO[str]", _WithoutTrailingBlanks(stream)),
+        width=width,
+        highlight=False,
+        soft_wrap=False,
+        emoji=False,
+        markup=False,
     )
+
+
+def print_entry(console: Console, head: Text, text: str) -> None:
+    """A row of a table for a console that is narrower than NARROW: the sentence stands below the rest."""
+    from rich.padding import Padding
+
+    console.print(head)
+    console.print(Padding(text, (0, 0, 0, 4)))
+
+
+class _WithoutTrailingBlanks:
+    """A pipe or file, in which the blanks that fill the last column of a table are only in the way."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(_TRAILING_BLANKS.sub(r"\1", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -78,6 +78,11 @@ def _list(args: argparse.Namespace) -> int:
     table.add_column("what is wrong", overflow="fold", ratio=1)
     for exercise in EXERCISES:
         about, state = exercise.about, progress.state_of(exercise, here, done[exercise.name])
+        if console.width < common.NARROW:
+            facts = f"  chapter {about.chapter}, {about.minutes} min  "
+            head = Text.assemble((f"{exercise.number:>2}  ", faint), exercise.name, (facts, faint))
+            common.print_entry(console, head.append(state, _style(state)), spell(about.title))
+            continue
         table.add_row(
             Text(str(exercise.number), faint),
             exercise.name,
@@ -86,7 +91,8 @@ def _list(args: argparse.Namespace) -> int:
             Text(state, _style(state)),
             Text(spell(about.title)),
         )
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     console.print(
         Text(
             "`minivllm learn start NAME` writes the file to edit; `minivllm learn check NAME` tries it.",

@@ -92,10 +92,13 @@ def _print_table(specs: list[SpanSpec]) -> None:
     faint = Style(color=theme.FAINT)
     for spec in specs:
         where = "".join(letter for role, letter in _LETTERS.items() if role in spec.process)
-        table.add_row(
-            Text(spec.name), Text(LEVEL_NAMES[spec.level], faint), where, Text(glyphs.spell(spec.what))
-        )
-    console.print(table)
+        level, what = LEVEL_NAMES[spec.level], glyphs.spell(spec.what)
+        if console.width < common.NARROW:
+            common.print_entry(console, Text.assemble(spec.name, (f"  {level}  ", faint), where), what)
+        else:
+            table.add_row(Text(spec.name), Text(level, faint), where, Text(what))
+    if table.row_count:
+        console.print(table)
     console.print(
         Text(
             f"{len(specs)} steps. where: C client, E EngineCore, W worker. level: what --trace-level must be at least. "

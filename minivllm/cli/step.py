@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from minivllm.stepper.screen import Screen
 
 _DEFAULT_COUNT = 20
-_PLAIN_COLUMNS = 80
+# Steps as text wrap at any width, but words have to fit; a picture has parts side by side.
+_MIN_TEXT_COLUMNS = 40
 _EXAMPLES = """\
 examples:
   minivllm step traces/run                        in the terminal; ? lists the keys
@@ -114,9 +115,8 @@ def _print(screen: Screen, index: int, args: argparse.Namespace) -> None:
     from minivllm.stepper.screen import MIN_COLUMNS
 
     console = common.console()
-    if console.width < MIN_COLUMNS:
-        # Nothing has to fit a screen here; lines that a narrow terminal wraps are better than none.
-        console.width = _PLAIN_COLUMNS
+    # Nothing has to fit a screen here; lines that a very narrow terminal wraps are better than none.
+    console.width = max(console.width, _MIN_TEXT_COLUMNS if args.at is None else MIN_COLUMNS)
     columns = console.width
     if args.at is not None:
         _show(console, plain.picture(screen, index, columns, 30))
