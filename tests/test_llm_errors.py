@@ -17,6 +17,7 @@ from minivllm import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from minivllm.config import BUNDLED_CHECKPOINT
 from minivllm.exceptions import ConfigError, RequestError
 from minivllm.tracing.failpoints import never_reached
+from minivllm.worker.worker_base import resolve_worker_class
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,13 @@ def test_a_bad_setting_is_refused_before_any_process_starts(kwargs: dict[str, An
     assert "\n" not in str(error.value)
     assert time.monotonic() - begun < 2
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_worker_class_that_only_the_worker_can_look_at_is_refused_there() -> None:
+    """Importing it in the client might mean importing torch."""
+    config = EngineArgs(device="cpu", worker_cls="wsgiref.simple_server.demo_app").create_engine_config()
+    with pytest.raises(ConfigError, match=r"worker_cls='wsgiref.*' is no class, but a function"):
+        resolve_worker_class(config)
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(EngineArgs)])

@@ -169,10 +169,10 @@ def resolve_worker_class(vllm_config: VllmConfig) -> type[WorkerBase]:
     name = parallel_config.worker_cls
     if name == "auto":
         name = get_platform(vllm_config.device).worker_cls
-    worker_class: type[WorkerBase] = resolve_obj_by_qualname(name, "worker_cls")
+    worker_class: type[WorkerBase] = _resolve_class(name, "worker_cls")
     if not parallel_config.worker_extension_cls:
         return worker_class
-    extension = resolve_obj_by_qualname(parallel_config.worker_extension_cls, "worker_extension_cls")
+    extension = _resolve_class(parallel_config.worker_extension_cls, "worker_extension_cls")
     clashes = [
         attribute
         for attribute in dir(extension)
@@ -186,6 +186,13 @@ def resolve_worker_class(vllm_config: VllmConfig) -> type[WorkerBase]:
     # Deviation from vLLM: a new class instead of a change of the worker class's bases, which every other executor
     # in this process would see.
     return type(worker_class.__name__, (worker_class, extension), {"__module__": worker_class.__module__})
+
+
+def _resolve_class(name: str, setting: str) -> Any:
+    found = resolve_obj_by_qualname(name, setting)
+    if not isinstance(found, type):
+        raise ConfigError(f"{setting}={name!r} is no class, but a {type(found).__name__}")
+    return found
 
 
 def resolve_obj_by_qualname(qualname: str, setting: str) -> Any:
