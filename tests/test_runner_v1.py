@@ -358,16 +358,16 @@ def test_the_models_length_can_be_filled(worker: LocalWorker, reference: Referen
     assert outputs(requests) == [reference.greedy(prompts[0], 8), reference.greedy(prompts[1], 1)]
 
 
-@pytest.mark.parametrize("limits", [(1, 1, 1), (2, 2, 4)])
+@pytest.mark.parametrize("limits", [(1, 1, 2), (2, 2, 4)])
 def test_smallest_limits(checkpoint: str, limits: tuple[int, int, int]) -> None:
     seqs, tokens, length = limits
     with worker_of(
         "V1", checkpoint, max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length
     ) as worker:
         worker.worker.execute_dummy_batch()
-        params = SamplingParams(temperature=0, max_tokens=max(1, length - 1))
+        params = SamplingParams(temperature=0, max_tokens=length - 1)
         (request,) = Driver(worker, token_budget=tokens).generate([[5]], params)
-        assert len(request.output) == max(1, length - 1)
+        assert len(request.output) == length - 1
 
 
 TRACED = """
