@@ -104,3 +104,12 @@ def test_terms_have_two_sentences_and_a_link() -> None:
     for section in text.split("\n## ")[1:]:
         names = [term.lower() for term in re.findall(r"^\*\*(.*)\*\*\n:   ", section, re.M)]
         assert names and names == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["index.md", "index.zh.md", "quickstart.md", "quickstart.zh.md"])
+def test_first_pages_can_be_read_in_the_repository(name: str) -> None:
+    """No link of theirs leads to a page that only the built site has."""
+    page = ROOT / "docs" / name
+    targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    assert len(targets) > 2
+    assert not [target for target in targets if not (page.parent / target).exists()]

@@ -18,6 +18,7 @@ import languages
 import marks
 import originals
 import players
+import repository
 import sequences
 import source
 import steps
@@ -300,6 +301,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- chapters -->" in markdown:
         markdown = markdown.replace("<!-- chapters -->", coverage.contents(languages.language(page)))
     for expand in (
+        repository.expand,
         symbols.expand,
         timelines.expand,
         steps.expand,
