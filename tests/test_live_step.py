@@ -194,6 +194,15 @@ def test_ranks_stand_in_the_rendezvous_until_the_last_one_comes(tmp_path: Path) 
     assert "live_step" in {event.name for event in span.events}
 
 
+def test_waiting_for_a_step_that_is_over_ends_with_the_run() -> None:
+    """Rank 1 stands before the step, too; EngineCore waits for it, and rank 0 for EngineCore."""
+    until = "until worker.send_ready@rank0"
+    done = scripted(f"{until}; step rank0; {until}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the run has ended without coming to worker.send_ready" in done.stdout
+    assert "generated" in done.stdout
+
+
 def test_no_deadline_runs_while_somebody_stands() -> None:
     """Limits of a few tenths of a second, and seconds of standing, at the start and at the end."""
     commands = "until worker.send_ready@rank1; step all; until worker.parent_died@rank0; step engine; show; show; step rank1; run"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
 
 TRACE_LEVELS = ("lifecycle", "rpc", "message")
+_TRACES = Path("traces")
 
 
 def add_engine_options(parser: argparse.ArgumentParser, tp: int) -> None:
@@ -86,6 +87,8 @@ def _remove_if_empty(trace: Path) -> None:
     """A run that was refused before it began has recorded nothing and leaves nothing."""
     try:
         trace.rmdir()
+        if trace.parent == _TRACES:
+            _TRACES.rmdir()
     except OSError:
         pass
 
@@ -112,7 +115,7 @@ def new_trace_directory(wanted: str | None) -> Path:
             raise ConfigError(f"--trace {wanted}: cannot be written to")
         return path
     name = time.strftime("%Y-%m-%dT%H-%M-%S")
-    for base in (Path("traces"), Path(tempfile.gettempdir()) / "minivllm-traces"):
+    for base in (_TRACES, Path(tempfile.gettempdir()) / "minivllm-traces"):
         for attempt in range(1, 100):
             path = base / (name if attempt == 1 else f"{name}-{attempt}")
             try:

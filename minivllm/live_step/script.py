@@ -155,7 +155,7 @@ class Player:
                 return True
             # Nobody passes this step before the one that is meant: else a rendezvous could be over when it comes.
             for peer, halt in self.server.halted():
-                if halt.span != command.span:
+                if halt.span != command.span or self._is_behind(peer, halt, command.who):
                     self.server.go(peer, halt)
             return False
 
@@ -165,6 +165,12 @@ class Player:
             self._say_where(self.server.in_order)
         else:
             self._write(f"the run has ended without coming to {command.span}")
+
+    def _is_behind(self, peer: Peer, halt: Halt, who: str) -> bool:
+        """Whether all who are meant have been in this step already, and may be waiting there for this one."""
+        key = halt.span, halt.attributes.get("group", "")
+        meant = self.server.find(who)
+        return bool(meant) and all(other.entered[key] > peer.entered[key] for other in meant)
 
     def _show(self, command: Command) -> None:
         standing = self.server.halted()
