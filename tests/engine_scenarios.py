@@ -6,6 +6,7 @@ print lines for the test to act upon.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import resource
@@ -397,6 +398,7 @@ def forked_child_cannot_use_or_end_the_engine() -> None:
                     if f"belongs to process {os.getppid()}, and process {os.getpid()}" not in str(error):
                         os._exit(4)
             llm.shutdown()
+            atexit._run_exitfuncs()  # as sys.exit() would, which this scenario's process must survive
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         busy.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -460,6 +461,7 @@ def test_E2_child_that_somebody_else_forks() -> None:
         executor.shutdown()  # not this process's to end
         del executor
         gc.collect()
+        atexit._run_exitfuncs()  # as sys.exit() would
         time.sleep(1.5)
         os._exit(0)
     time.sleep(0.2)

@@ -134,9 +134,11 @@ def test_a_worker_without_room_for_its_trace_says_so() -> None:
 
 @scenario()
 def test_a_worker_that_is_terminated_explains_one_that_fails_before_it_is_gone() -> None:
-    os.environ["LIGHT_INIT"] = "load_model@0=linger:0.4; load_model@1=raise:connection closed by peer"
-    with raises(WorkerStartupError, "rank 0", "ended after SIGTERM", "worker.load_model during start-up"):
-        make_executor()
+    os.environ["LIGHT_INIT"] = "load_model@0=linger:0.4; load_model@1=await_left; load_model@1=raise:closed"
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["LIGHT_LEFT"] = os.path.join(directory, "left")
+        with raises(WorkerStartupError, "rank 0", "ended after SIGTERM", "worker.load_model during start-up"):
+            make_executor()
 
 
 @pytest.mark.parametrize("step", ["init_worker", "init_device", "load_model"])

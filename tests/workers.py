@@ -94,7 +94,11 @@ class LightWorker(WorkerBase):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60)
             finally:
+                Path(os.environ["LIGHT_LEFT"]).touch()
                 time.sleep(float(argument))
+        if kind == "await_left":
+            while not Path(os.environ["LIGHT_LEFT"]).exists():
+                time.sleep(0.001)
         if kind == "sleep":
             time.sleep(float(argument))
         if kind == "spin":

@@ -238,6 +238,7 @@ class BackgroundResources:
                 # A Ctrl-C must not hit the child before it has said that it leaves SIGINT to its client.
                 with tracing.child_environment(parent=trace_parent or None), undisturbed_start(mp_context):
                     self.process.start()
+                ownership.remain_the_parents(self.process)
                 span.set(pid=self.process.pid)
         except BaseException:
             self.close()

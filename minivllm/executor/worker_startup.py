@@ -26,6 +26,7 @@ from minivllm.exceptions import (
 from minivllm.executor.status_page import StatusPage, WorkerState
 from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, WorkerProcHandle, parent_end
 from minivllm.tracing.context import environment as set_environment
+from minivllm.utils import ownership
 from minivllm.utils.numa_utils import choose_numa_node, numa_nodes
 from minivllm.utils.omp_utils import worker_omp_threads
 from minivllm.utils.system_utils import (
@@ -112,6 +113,7 @@ def make_worker_process(
                 )
                 with set_environment(variables), undisturbed_start(context):
                     proc.start()
+                ownership.remain_the_parents(proc)
         except BaseException as error:
             life.record_exception(error)
             life.end()

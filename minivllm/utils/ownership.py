@@ -9,11 +9,22 @@ its locks may have been copied while somebody held them.
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
+import weakref
+from multiprocessing.process import BaseProcess
 
 # How many forks lie between this process and the first one that imported this module. An object is a copy when it was
 # made at another number, which costs less to find out than asking for the process id.
 generation = 0
+
+
+_started: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+def remain_the_parents(process: BaseProcess) -> None:
+    """Have a forked child leave this process alone: when it exits, multiprocessing would end or join it as its own."""
+    _started.add(process)
 
 
 class Owner:
@@ -39,6 +50,9 @@ class Owner:
 def _after_fork_in_child() -> None:
     global generation
     generation += 1
+    children: set[BaseProcess] = getattr(multiprocessing.process, "_children", set())
+    children.difference_update(_started)
+    _started.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
