@@ -9,7 +9,6 @@ Add a row here when code needs a variable; `minivllm doctor` and the docs page a
 from __future__ import annotations
 
 import functools
-import ipaddress
 import math
 import os
 from collections.abc import Callable
@@ -23,7 +22,7 @@ _FLAGS = {
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
 # What clocks in C code take as a time that never comes; they know no infinity.
-_LONGEST_S = 30 * 86400
+LONGEST_S = 30 * 86400.0
 
 # Each of these raises ValueError, which says what is allowed.
 
@@ -81,21 +80,13 @@ def _number(least: float, most: float, above: bool = False) -> Parse:
     return parse
 
 
-def _ip_address(text: str) -> str:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        raise ValueError("an IP address is needed") from None
-    return text
-
-
 def _optional(parse: Parse) -> Parse:
     """Nothing but blanks is None."""
     return lambda text: parse(text) if text.strip() else None
 
 
-_limit_s = _number(0, _LONGEST_S, above=True)
-_patience_s = _number(0, _LONGEST_S)
+_limit_s = _number(0, LONGEST_S, above=True)
+_patience_s = _number(0, LONGEST_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +125,6 @@ environment_variables: dict[str, EnvVar] = {
     "MINIVLLM_MAX_CONCURRENT_BATCHES": EnvVar(_optional(_integer(1)), "", "batches in flight, in place of the number that stages and async scheduling ask for; 1: no batch queue"),
     "MINIVLLM_CPU_KVCACHE_BYTES": EnvVar(_integer(1), str(64 << 20), "KV cache budget of one rank on a CPU, in bytes"),
     "MINIVLLM_CPU_BIND_CORES": EnvVar(_flag, "1", "0 lets the ranks of an engine on a CPU move between cores"),
-    "MINIVLLM_LOOPBACK_IP": EnvVar(_optional(_ip_address), "", "address of the rendezvous between local workers"),
 }
 # fmt: on
 

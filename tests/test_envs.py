@@ -43,7 +43,6 @@ def test_defaults_and_limits_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
         "MINIVLLM_WORKER_SHUTDOWN_TIMEOUT_S": "0",
         "MINIVLLM_MQ_SPIN_US": "0",
         "MINIVLLM_STARTUP_TIMEOUT_S": "1e-3",
-        "MINIVLLM_LOOPBACK_IP": "::1",
         "MINIVLLM_LOG_LEVEL": "debug",
         "MINIVLLM_TRACE": "",
     }.items():

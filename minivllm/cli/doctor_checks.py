@@ -277,10 +277,9 @@ def _stale_segments(clean: bool) -> list[Finding]:
 
 
 def _loopback() -> list[Finding]:
-    address = envs.MINIVLLM_LOOPBACK_IP or "127.0.0.1"
+    address = "127.0.0.1"
     try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as s:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
             s.bind((address, 0))
     except OSError as e:
         return [
@@ -288,10 +287,10 @@ def _loopback() -> list[Finding]:
                 "loopback",
                 Status.MISSING,
                 f"{address} cannot be used: {e.strerror}",
-                "set MINIVLLM_LOOPBACK_IP to an address of this machine",
+                "bring the loopback interface up, on Linux with `ip link set lo up`: the ranks talk over it",
             )
         ]
-    return [Finding("loopback", Status.FINE, f"{address} (rendezvous of the workers)")]
+    return [Finding("loopback", Status.FINE, f"{address} (the ranks talk over it)")]
 
 
 def _checkpoint(model: str | None) -> list[Finding]:

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from minivllm.envs import LONGEST_S
 from minivllm.exceptions import ConfigError
 
 INT_MAX = (1 << 31) - 1
-# What clocks in C code take as a time that never comes; they know no infinity.
-LONGEST_S = 30 * 86400.0
 
 
 def is_integer(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import envs, tracing
 from minivllm.config import VllmConfig
-from minivllm.config.checks import LONGEST_S, is_number
+from minivllm.config.checks import is_number
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import OnProgress
 from minivllm.engine.llm_engine import LLMEngine
@@ -74,7 +74,7 @@ class LLM:
             )
         if live_step:
             # torch's rendezvous waits in C code, where no clock can be stopped.
-            kwargs["startup_timeout_s"] = LONGEST_S
+            kwargs["startup_timeout_s"] = envs.LONGEST_S
         vllm_config = EngineArgs.from_kwargs(model=model, **kwargs).create_engine_config()
         live = _step_live(live_step, vllm_config) if live_step else None
         try:
@@ -168,9 +168,9 @@ class LLM:
             raise RequestError(
                 f"method={method!r} is not valid: the name of a worker's method, or a function, is needed"
             )
-        if timeout is not None and not (is_number(timeout) and 0 <= timeout <= LONGEST_S):
+        if timeout is not None and not (is_number(timeout) and 0 <= timeout <= envs.LONGEST_S):
             raise RequestError(
-                f"timeout={timeout!r} is not valid: a number of seconds from 0 to {LONGEST_S:.0f}, or None for no limit, "
+                f"timeout={timeout!r} is not valid: a number of seconds from 0 to {envs.LONGEST_S:.0f}, or None for no limit, "
                 "is needed"
             )
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)

@@ -21,7 +21,14 @@ from minivllm.distributed.shm_broadcast import MessageDecodeError, MessageQueue,
 from minivllm.exceptions import ExecutorFailedError, RemoteError
 from minivllm.executor.call import FAILURE, NO_RESPONSE, SUCCESS, SUCCESS_BY_VALUE, PendingCall
 from minivllm.executor.rank_report import RankReport
-from minivllm.executor.status_page import DONE, FAILURE_MASK, SEQUENCE_BITS, SEQUENCE_MASK, StatusPage
+from minivllm.executor.status_page import (
+    DONE,
+    FAILURE_MASK,
+    LEAVE_S,
+    SEQUENCE_BITS,
+    SEQUENCE_MASK,
+    StatusPage,
+)
 from minivllm.tracing.deadlines import Patience, deadline_clock
 from minivllm.tracing.ended import write_ended
 from minivllm.utils import ownership
@@ -32,7 +39,6 @@ _FIRST_NAP_S = 0.00005
 _LONGEST_NAP_S = 0.001
 _LOOK_EVERY_S = 0.05
 _SETTLE_S = 0.1
-_LEAVE_S = 3.0
 _LOST_S = 5.0
 _monotonic = time.monotonic
 
@@ -368,7 +374,7 @@ class Responses:
                 if not behind:
                     return True
                 leaving = any(map(self._is_ending, behind))
-                if _monotonic() > until + (_LEAVE_S if leaving else 0):
+                if _monotonic() > until + (LEAVE_S if leaving else 0):
                     self._report.remember(call)
                     self.suspect = call, deadline_clock()
                     return True

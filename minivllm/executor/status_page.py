@@ -41,6 +41,10 @@ _WORDS_PER_LINE = LINE_BYTES // 8
 _PID, _STATE, DONE, EXECUTING = (tracing.BOARD_BYTES // 8 + i for i in range(4))
 _LAST_BOARD = 2 * tracing.BOARD_BYTES  # offset in a line; all zero: there is none
 
+# A process that is leaving says so at once, and is gone after its clean-up. So long it is waited for before an error on
+# another rank, which may be an effect of it, is taken for the cause.
+LEAVE_S = 3.0
+
 
 class WorkerState(IntEnum):
     """Where a worker process is in its life."""

@@ -23,7 +23,7 @@ from minivllm.exceptions import (
     WorkerStartupError,
     WorkerStartupTimeout,
 )
-from minivllm.executor.status_page import StatusPage, WorkerState
+from minivllm.executor.status_page import LEAVE_S, StatusPage, WorkerState
 from minivllm.executor.worker_handles import UnreadyWorkerProcHandle, WorkerProcHandle, parent_end
 from minivllm.tracing.context import environment as set_environment
 from minivllm.utils import ownership
@@ -45,8 +45,6 @@ FAILED_STR = "FAILED"
 _PROGRESS_EVERY_S = 0.1
 # A worker that fails takes others down; a moment later the pipes show who else has failed, and why.
 _OTHERS_S = 0.05
-# One that is on its way out (SIGTERM) says so at once, and is gone after its clean-up.
-_LEAVE_S = 3.0
 
 # os.environ is one per process: executors that start in several threads take turns with it.
 _start_lock = threading.Lock()
@@ -212,7 +210,7 @@ def _startup_failure(
         leaving = [
             pipe for pipe, other in pipes.items() if resources.status(other.rank).state == WorkerState.ENDING
         ]
-        if patience.left() + (_LEAVE_S if leaving else 0) <= 0:
+        if patience.left() + (LEAVE_S if leaving else 0) <= 0:
             break
         for pipe in wait(list(pipes), _OTHERS_S):
             assert isinstance(pipe, Connection)
