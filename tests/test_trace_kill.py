@@ -98,7 +98,9 @@ def test_whoever_waits_has_written_everything(tmp_path: Path) -> None:
         import signal
         from minivllm import tracing
         from minivllm.distributed.shm_broadcast import MessageQueue
-        if os.fork() == 0:
+        ready, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
             tracing.configure("worker", rank=0, trace_dir=DIR, level="rpc")
             queue = MessageQueue(1, 1)
             reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
@@ -106,9 +108,12 @@ def test_whoever_waits_has_written_everything(tmp_path: Path) -> None:
                 for number in range(20):
                     with tracing.span("rpc.execute", number=number):
                         pass
-                os.write(1, str(os.getpid()).encode())
+                os.write(tell, b".")
                 reader.dequeue(indefinite=True)
-        time.sleep(0.7)
+        os.read(ready, 1)
+        # It has polled, and sleeps.
+        while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.001)
         os.killpg(0, signal.SIGKILL)
         """.replace(
             "from minivllm import tracing", "os.setpgid(0, 0)\n        from minivllm import tracing", 1
