@@ -3,6 +3,7 @@
 #   make demo                          set up .venv and run the main job
 #   make test TORCH=torch==2.13.0      choose the torch build by a pip requirement
 #   make demo PYTHON=/path/to/python   choose the interpreter that .venv is made from
+#   make test JOBS=0                   the suite in one process (for a debugger, or on one core), not in two
 #
 # Stamp files inside .venv record what is installed, so that a second call goes straight to work.
 
@@ -13,6 +14,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 
 TORCH ?= torch>=2.6
 ARGS ?=
+JOBS ?= 2
 
 .PHONY: help demo test test-crash bench lint docs docs-serve docs-assets clean force
 .DEFAULT_GOAL := help
@@ -86,7 +88,7 @@ demo: $(VENV)/.stamp-core
 	@$(BIN)/minivllm demo $(ARGS)
 
 test: $(VENV)/.stamp-dev
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) $(ARGS)
 
 test-crash: $(VENV)/.stamp-dev
 	@CRASH_MATRIX=write $(PY) -m pytest tests/crash -m crash $(ARGS)

@@ -13,8 +13,9 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +23,9 @@ import warm_processes
 from hypothesis import settings
 from scenario import Server
 from walkthrough_runs import Runs
+from xdist.scheduler import LoadFileScheduling
+
+from minivllm import tracing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -102,6 +106,28 @@ def _children() -> set[str]:
     return {f"process {child.pid}" for child in psutil.Process().children()}
 
 
+class ByFile(LoadFileScheduling):
+    """With `-n 2`: a file's tests run in one process, which keeps what the file has made.
+
+    So do those of files that cannot do without each other, or not stand each other.
+    """
+
+    TOGETHER = (
+        # They look at the same runs of the walkthroughs.
+        ("test_docs.py", "test_every_step.py", "test_walkthroughs.py"),
+        # They remove all segments of dead processes, and count on some of their own.
+        ("test_cli.py", "test_shm_broadcast.py", "test_shm_broadcast_processes.py"),
+    )
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        return next((files[0] for files in self.TOGETHER if file.endswith(files)), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
+
+
 def pytest_runtest_logfinish(nodeid: str) -> None:
     for thing in _segments() | _children():
         _first_seen.setdefault(thing, nodeid)
@@ -149,6 +175,14 @@ def _remove(directory: str) -> None:
 def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of this process start workers that have torch already, see warm_processes.py."""
     warm_processes.use(monkeypatch)
+
+
+@pytest.fixture
+def failpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets failpoints for the engines of this process, and takes them away from it again."""
+    yield lambda points: monkeypatch.setenv("MINIVLLM_FAILPOINTS", points)
+    monkeypatch.delenv("MINIVLLM_FAILPOINTS", raising=False)
+    tracing.configure("client")
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -122,11 +124,31 @@ def all_end(family: list[psutil.Process], within: float) -> float:
         if not alive:
             return time.monotonic() - begun
         if time.monotonic() - begun > within:
-            lines = [" ".join(process.cmdline()) for process in alive]
+            lines = [line for process in alive for line in _described(process)]
             for process in alive:
                 process.kill()
-            pytest.fail(f"alive after {within} s: {lines}")
+            pytest.fail(f"alive after {within} s:\n" + "\n".join(lines))
         time.sleep(0.01)
+
+
+def _described(process: psutil.Process) -> Iterator[str]:
+    """What it is, and who else has its pipes open: it may be waiting for one of those to end."""
+    yield f"{process.pid} ({process.status()}, child of {process.ppid()}): {' '.join(process.cmdline())}"
+    own = {name for _, name in _descriptors(process.pid) if name.startswith("pipe:")}
+    for other in psutil.process_iter():
+        for descriptor, name in _descriptors(other.pid):
+            if name in own and other.pid != process.pid:
+                with contextlib.suppress(psutil.Error):
+                    yield f"  {name} is also {descriptor} of {other.pid}: {' '.join(other.cmdline())}"
+
+
+def _descriptors(pid: int) -> Iterator[tuple[str, str]]:
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                yield entry.name, os.readlink(entry)
+    except OSError:
+        return
 
 
 @pytest.mark.parametrize("phase", ["start", "idle", "generate", "rpc"])

@@ -200,7 +200,7 @@ def test_log_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sigint_waits_while_a_child_is_started() -> None:
     with raises(KeyboardInterrupt):
         with system_utils.undisturbed_start():
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             survived = True
     assert survived
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -268,11 +269,11 @@ def test_a_failpoint_of_a_rank_that_does_not_exist_is_refused(monkeypatch: pytes
 
 
 def test_a_failpoint_that_nobody_came_to_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, failpoints: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the trace can tell: of steps of a higher level, and of what a death has made impossible, it cannot."""
     late = "rpc.execute@rank0#999=raise"
-    monkeypatch.setenv("MINIVLLM_FAILPOINTS", f"executor.init@engine=sleep:0; {late}; mq.enqueue#999=kill")
+    failpoints(f"executor.init@engine=sleep:0; {late}; mq.enqueue#999=kill")
     with LLM(device="cpu", worker_cls="counting_worker.CountingWorker", trace=tmp_path / "trace"):
         pass
     assert [r.getMessage() for r in caplog.records] == [

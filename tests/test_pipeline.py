@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +203,12 @@ def test_a_killed_stage_is_named(tp: int, failpoint: str, rank: int) -> None:
 )
 @pytest.mark.usefixtures("warm_workers")
 def test_an_exception_on_a_stage_reaches_the_caller(
-    point: str, rank: int, monkeypatch: pytest.MonkeyPatch
+    point: str, rank: int, failpoints: Callable[[str], None]
 ) -> None:
     """And the other stage, which may be waiting for the one that failed, does not stay in its call."""
     from minivllm.exceptions import EngineDeadError
 
-    monkeypatch.setenv("MINIVLLM_FAILPOINTS", f"{point}=raise")
+    failpoints(f"{point}=raise")
     with start(pipeline_parallel_size=2) as llm:
         with raises(EngineDeadError, f"rank {rank}", f"failpoint {point}", within_s=1.5) as caught:
             llm.generate(PROMPTS, LONG, use_tqdm=False)

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -44,15 +44,27 @@ class Site(msgspec.Struct, frozen=True, eq=False):
 NOWHERE = Site("?", "?", 0, '{"key":"code.function.name","value":{"stringValue":"?"}}')
 
 
+class ThreadName(NamedTuple):
+    """What a reader is told of a thread."""
+
+    native_id: int
+    name: str
+
+    @property
+    def json(self) -> str:
+        return encode.thread(self.native_id, self.name)
+
+
 class ThreadState:
     """What the hot path needs to know about its thread.
 
     Attributes:
         current: the innermost open span of a `with`.
         board: the step board that this thread keeps, if any.
+        said: what a span has in place of this object when it has ended: MessagePack can say it without asking.
     """
 
-    __slots__ = ("board", "current", "json", "main", "name", "native_id")
+    __slots__ = ("board", "current", "json", "main", "name", "native_id", "said")
 
     def __init__(self) -> None:
         thread = threading.current_thread()
@@ -61,7 +73,8 @@ class ThreadState:
         self.name = thread.name
         self.native_id = threading.get_native_id()
         self.main = thread is threading.main_thread()
-        self.json = encode.thread(self.native_id, self.name)
+        self.said = ThreadName(self.native_id, self.name)
+        self.json = self.said.json
 
 
 class _Farewell:

@@ -195,6 +195,7 @@ class Span(msgspec.Struct, gc=False, eq=False, array_like=True):
             if slot := self.slot:
                 _table_ends[slot] = end_ns
             self.outer = None
+            self.thread = thread.said  # type: ignore[assignment]  # has what a span that has ended needs
             _keep(self)
 
 

@@ -94,7 +94,7 @@ class _Lot(msgspec.Struct, array_like=True, tag=_LOT):
 
 def _say(value: Any) -> Any:
     """What MessagePack has no type for."""
-    return (value.native_id, value.name) if type(value) is ThreadState else str(value)
+    return value.said if type(value) is ThreadState else str(value)
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_say).encode
