@@ -383,12 +383,21 @@ if __name__ == "__main__":
                 llm.collective_rpc(lambda worker: sys._getframe())
             except Exception as error:
                 assert "cannot pickle 'frame' object" in str(error), error
+            # Arguments, too: a worker knows the one class from the script, and would find the other nowhere.
+            for thing in (Found(7), Late(7)):
+                same = llm.collective_rpc(lambda worker, it, more: (it == more, isinstance(it, Found), it), args=(thing, ), kwargs={"more": thing})
+                assert same == [(True, True, thing)] * tp and type(same[0][2]) is type(thing), same
+                assert llm.collective_rpc("echo", args=(thing,)) == [thing] * tp
+            try:
+                llm.collective_rpc("echo", args=(sys._getframe(),))
+            except Exception as error:
+                assert "cannot pickle 'frame' object" in str(error) or (processes, tp) == ("0", 1), error
             assert llm.collective_rpc("check_health") == [None] * tp
     print("good")
 """
 
 
-def test_results_are_of_the_classes_of_the_script_that_asked(tmp_path: Path) -> None:
+def test_results_and_arguments_are_of_the_classes_of_the_script_that_asks(tmp_path: Path) -> None:
     """A worker has copies of them, which pickle finds under no name there."""
     script = tmp_path / "script.py"
     script.write_text(_OWN_CLASSES)

@@ -15,6 +15,7 @@ from minivllm.engine import EngineCoreRequest
 from minivllm.engine.core_client import EngineCoreClient, OnProgress
 from minivllm.engine.input_processor import InputProcessor, load_tokenizer
 from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.serial_utils import BoundCall
 from minivllm.exceptions import ConfigError
 from minivllm.executor.abstract import Executor
 from minivllm.request_output import RequestOutput
@@ -82,6 +83,8 @@ class LLMEngine:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        if BoundCall.is_needed(args, kwargs):
+            method, args, kwargs = BoundCall(method, args, kwargs), (), None
         return self.engine_core.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:

@@ -67,7 +67,12 @@ class FunctionByValue:
     def of(cls, function: Callable[..., Any]) -> FunctionByValue:
         import cloudpickle
 
-        return cls(getattr(function, "__name__", type(function).__name__), cloudpickle.dumps(function))
+        return cls(cls.name_of(function), cloudpickle.dumps(function))
+
+    @staticmethod
+    def name_of(function: Callable[..., Any]) -> str:
+        """What messages call it."""
+        return getattr(function, "__name__", type(function).__name__)
 
     def as_callable(self) -> Callable[..., Any]:
         """Something that the executor can call, or pickle: it arrives at a worker as the function itself."""
@@ -84,3 +89,33 @@ class _Unpickling:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickle.loads, (self._function.data,)
+
+
+class BoundCall:
+    """A function, or a worker's method, with arguments that only the caller's script or notebook knows.
+
+    Pickled by themselves, the arguments would name classes that no other process finds. As a part of one function, which
+    travels by value, they take their classes with them, the same ones that the function refers to.
+    """
+
+    def __init__(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> None:
+        self._method, self._args, self._kwargs = method, args, kwargs or {}
+        self.__name__ = method if isinstance(method, str) else FunctionByValue.name_of(method)
+
+    def __call__(self, worker: Any) -> Any:
+        if isinstance(self._method, str):
+            return getattr(worker, self._method)(*self._args, **self._kwargs)
+        return self._method(worker, *self._args, **self._kwargs)
+
+    @staticmethod
+    def is_needed(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Whether some argument is of such a class, or cannot be pickled by name at all."""
+        if not args and not kwargs:
+            return False
+        try:
+            # Without the contents of large arrays, which name nothing.
+            return b"__main__" in pickle.dumps((args, kwargs), 5, buffer_callback=lambda buffer: None)
+        except Exception:
+            return True
