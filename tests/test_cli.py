@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,9 @@ def environment(**changes: str) -> dict[str, str]:
     for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "MINIVLLM_LOG_LEVEL"):
         env.pop(name, None)
     return {**env, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **changes}
+
+
+RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs"
 
 
 def minivllm(
@@ -157,6 +161,24 @@ def test_view_names_are_those_of_the_timelines() -> None:
     assert tuple(VIEWS) == timeline_command.VIEW_NAMES
 
 
+def test_each_run_of_a_directory_can_be_shown(tmp_path: Path) -> None:
+    for name in ("tp2", "runner-v1"):
+        shutil.copytree(RUNS / name, tmp_path, dirs_exist_ok=True)
+    for command in (["step", "--print", "--count", "1"], ["timeline", "--view", "failure"]):
+        done = minivllm(command[0], ".", *command[1:], cwd=tmp_path)
+        assert done.returncode == 0 and "this is run 2 of the 2 that the directory holds" in done.stderr
+        assert minivllm(command[0], ".", *command[1:], "--run", "1", cwd=tmp_path).stderr == ""
+    done = minivllm("timeline", ".", "--run", "1", "--compare", ".", "--view", "step", cwd=tmp_path)
+    assert done.stdout.startswith("run 1 and run 2\n") and "run 1: One engine step" in done.stdout
+    ids = {
+        json.loads(minivllm("export", ".", "--otlp-json", "-", *number, cwd=tmp_path).stdout)[
+            "resourceSpans"
+        ][0]["scopeSpans"][0]["spans"][0]["traceId"]
+        for number in ([], ["--run", "1"], ["--run", "2"])
+    }
+    assert len(ids) == 2
+
+
 # --- bad input: one line that says what to do, exit code 2
 
 
@@ -180,6 +202,7 @@ def test_view_names_are_those_of_the_timelines() -> None:
         (["demo", "--max-tokens", "-3"], "max_tokens=-3 is not valid"),
         (["timeline", "/nowhere"], "is not a directory"),
         (["timeline", "."], "holds no trace"),
+        (["timeline", str(RUNS / "tp2"), "--run", "2"], "tp2 has no run 2: it holds 1 run"),
         (["spans", "--name", "nonsense"], "no step has 'nonsense'"),
         (["export", "/nowhere", "--otlp-json", "-"], "is not a directory"),
     ],

@@ -219,7 +219,18 @@ def test_a_run_that_is_not_shown_is_mentioned(tmp_path: Path) -> None:
     shutil.copytree(RUN, directory)
     shutil.copytree(RUN.parent / "runner-v1", directory, dirs_exist_ok=True)
     store = TraceStore.open(directory)
-    assert store.warnings == ["the directory holds 1 other run as well, of which nothing is shown"]
+    assert store.warnings == ["this is run 2 of the 2 that the directory holds"] and store.number == 2
+    for number, alone in enumerate(sorted((RUN, RUN.parent / "runner-v1"), key=_start), start=1):
+        chosen = TraceStore.open(directory, number=number)
+        assert chosen.number == number and chosen.trace_id == TraceStore.open(alone).trace_id
+        assert len(chosen.spans()) == len(TraceStore.open(alone).spans())
+    for number in (0, 3, -1):
+        with pytest.raises(ConfigError, match=f"has no run {number}: it holds 2 runs"):
+            TraceStore.open(directory, number=number)
+
+
+def _start(directory: Path) -> int:
+    return TraceStore.open(directory).spans()[0].start_ns
 
 
 def test_files_without_anything_readable_are_not_called_no_trace(tmp_path: Path) -> None:

@@ -215,6 +215,18 @@ def options() -> argparse.ArgumentParser:
     return parent
 
 
+def add_directory(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which recorded run a command is about."""
+    parser.add_argument("directory", metavar="DIR", help="the trace directory of the run")
+    parser.add_argument(
+        "--run",
+        dest="number",
+        type=int,
+        metavar="N",
+        help="which run of a directory that was used for several: 1 is the oldest (default: the latest)",
+    )
+
+
 def console(stderr: bool = False, width: int | None = None) -> Console:
     """A Rich console; into a pipe it is COLUMNS or 100 columns wide."""
     from rich.console import Console

@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", metavar="DIR", help="the trace directory of the run")
+    common.add_directory(parser)
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
         # An address that cannot work is refused before a large trace is read.
         sender = make_sender(args.otlp)
-    store = open_store(args.directory)
+    store = open_store(args.directory, args.number)
     # Files first: whatever an endpoint does, they are there.
     for file, encode in wanted:
         _write(file, encode, store)

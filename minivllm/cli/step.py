@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", metavar="DIR", help="the trace directory of the run")
+    common.add_directory(parser)
     parser.add_argument(
         "--at",
         metavar="WHERE",
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from minivllm.tracing.catalogue import SPANS
     from minivllm.tracing.spec import LEVEL_NAMES
 
-    walk = Walk(open_store(args.directory))
+    walk = Walk(open_store(args.directory, args.number))
     walk.details = LEVEL_NAMES.index(args.level)
     screen = Screen(walk, sys.stdout.encoding)
     where = args.start or args.at

@@ -29,6 +29,7 @@ examples:
   minivllm timeline traces/run --view init --rank 1 --min-duration 5ms
   minivllm timeline traces/run --view spawn --svg spawn.svg
   minivllm timeline traces/pp2 --view pipeline --compare traces/pp2-without-queue
+  minivllm timeline traces/run --run 1 --compare traces/run    the oldest run in a directory beside the latest
 """
 
 
@@ -41,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", metavar="DIR", help="the trace directory of the run")
+    common.add_directory(parser)
     parser.add_argument(
         "--view",
         action="append",
@@ -95,25 +96,25 @@ def run(args: argparse.Namespace) -> int:
         to_ns=args.to_ns,
         min_duration_ns=args.min_duration,
     )
-    store = open_store(args.directory)
+    store = open_store(args.directory, args.number)
     _check_options(store, options)
     if args.compare:
         from minivllm.timeline.compare import compare
 
         other = open_store(args.compare)
         _check_options(other, options)
-        labels = _labels(args.directory, args.compare)
+        labels = _labels(args.directory, args.compare, (store.number, other.number))
         _show_views(compare((store, other), labels, names, options), len(store.spans()), args)
     else:
         show(store, names, options, args)
     return common.OK
 
 
-def _labels(first: str, second: str) -> tuple[str, str]:
-    """Names for two runs: the last parts of their paths that differ."""
+def _labels(first: str, second: str, numbers: tuple[int, int]) -> tuple[str, str]:
+    """Names for two runs: the last parts of their paths that differ, or their numbers in one directory."""
     a, b = Path(first).resolve(), Path(second).resolve()
     if a == b:
-        return "A", "B"
+        return ("A", "B") if numbers[0] == numbers[1] else (f"run {numbers[0]}", f"run {numbers[1]}")
     for count in range(1, max(len(a.parts), len(b.parts)) + 1):
         names = "/".join(a.parts[-count:]), "/".join(b.parts[-count:])
         if names[0] != names[1]:
@@ -145,19 +146,24 @@ def _show_views(views: list[View], num_spans: int, args: argparse.Namespace) -> 
         export.print_views(console, views)
 
 
-def open_store(directory: str) -> TraceStore:
+def open_store(directory: str, number: int | None = None) -> TraceStore:
     """Open a trace directory, and say on standard error if something of it is missing.
 
+    Args:
+        number: which run of several, 1 is the oldest; None: the latest.
+
     Raises:
-        ConfigError: it does not exist or holds no trace.
+        ConfigError: it does not exist or holds no trace, or no such run.
     """
     from minivllm.trace_store import TraceStore
 
     # A large trace is many small objects that all live until the end: collecting in between is most of the time.
     gc.disable()
-    store = TraceStore.open(directory)
-    if store.warnings:
-        print(f"minivllm: warning: {'; '.join(store.warnings)}", file=sys.stderr)
+    store = TraceStore.open(directory, number=number)
+    # Whoever has chosen a run knows that there are others.
+    warnings = store.warnings[:-1] if number is not None and len(store.trace_ids) > 1 else store.warnings
+    if warnings:
+        print(f"minivllm: warning: {'; '.join(warnings)}", file=sys.stderr)
     return store
 
 

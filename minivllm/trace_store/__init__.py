@@ -53,11 +53,14 @@ class TraceStore:
         self.damage = damage
 
     @classmethod
-    def open(cls, directory: str | Path, trace_id: str | None = None) -> TraceStore:
+    def open(
+        cls, directory: str | Path, trace_id: str | None = None, number: int | None = None
+    ) -> TraceStore:
         """Read a trace directory.
 
         Args:
-            trace_id: which trace; None takes the latest run.
+            trace_id: which trace of several.
+            number: the same by its place: 1 is the oldest. With neither it is the latest run.
 
         Raises:
             ConfigError: the directory does not exist, holds no trace, or not this one.
@@ -81,7 +84,13 @@ class TraceStore:
             raise ConfigError(f"{directory} holds no trace; record one with `minivllm demo --trace DIR`")
         spans.sort(key=lambda span: span.start_ns)
         trace_ids = list(dict.fromkeys(span.trace_id for span in spans))
-        if trace_id is None:
+        if number is not None:
+            if not 0 < number <= len(trace_ids):
+                raise ConfigError(
+                    f"{directory} has no run {number}: it holds {words.count(len(trace_ids), 'run')}"
+                )
+            trace_id = trace_ids[number - 1]
+        elif trace_id is None:
             trace_id = _latest(spans)
         elif trace_id not in trace_ids:
             raise ConfigError(f"{directory} holds no trace {trace_id}; it has {', '.join(trace_ids)}")
@@ -89,6 +98,11 @@ class TraceStore:
             spans = [span for span in spans if span.trace_id == trace_id]
         finish_open_spans(spans)
         return cls(spans, trace_id, trace_ids, content.damaged_lines, content.damage)
+
+    @property
+    def number(self) -> int:
+        """Which of the directory's runs this is, from 1, the oldest."""
+        return self.trace_ids.index(self.trace_id) + 1
 
     # --- look-ups
 
@@ -189,14 +203,13 @@ class TraceStore:
         told = {span.rank for span in self.spans("executor.make_worker_process")}
         silent = told - {process.rank for process in self._processes} - {None}
         numbers = sorted(rank for rank in silent if rank is not None)
-        others = len(self.trace_ids) - 1
         return [
             *(f"no events of {who}" for who in self._silent_parents()),
             *(f"no events of rank {rank}" for rank in numbers),
             *self.damage,
             *(
-                [f"the directory holds {words.count(others, 'other run')} as well, of which nothing is shown"]
-                if others
+                [f"this is run {self.number} of the {len(self.trace_ids)} that the directory holds"]
+                if len(self.trace_ids) > 1
                 else []
             ),
         ]
