@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from executor_helpers import make_executor
-from scenario import in_threads, raises, scenario, slack
+from scenario import in_threads, raises, scenario, slack, wait_until
 from workers import FailsToLoad
 
 from minivllm.exceptions import ExecutorFailedError, RemoteError
@@ -307,6 +307,31 @@ def test_I8_L6_exceptions_arrive_whole() -> None:
             assert 'workers.py", line' in error.remote_traceback and "raise_kind" in error.remote_traceback
             assert error.__notes__ == [f"rank 1 failed, too: {type_name}: {error.remote_message}"]
         assert executor.collective_rpc("echo", args=("after",)) == ["after", "after"]
+
+
+def _fail_one_after_the_other(worker: Any) -> None:
+    time.sleep(0.02 * worker.rank)
+    raise KeyError("boom")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@scenario()
+def test_I8_a_failure_that_comes_between_two_looks_is_named(asynchronous: bool) -> None:
+    """Rank 1 finishes, with a failure, after its ring was looked at and before its state is."""
+    with make_executor(async_scheduling=asynchronous) as executor:
+        responses = executor._rpc.responses
+        behind = responses.behind
+
+        def later(number: int) -> list[int]:
+            wait_until(lambda: not behind(number), 2, "rank 1 has finished")
+            return behind(number)
+
+        responses.behind = later  # type: ignore[method-assign]
+        for _ in range(3):
+            with raises(RemoteError, "rank 0", "boom") as caught:
+                executor.collective_rpc(_fail_one_after_the_other)
+            assert caught.error.__notes__ == ["rank 1 failed, too: KeyError: 'boom'"]
+            assert executor.collective_rpc("echo", args=("after",)) == ["after", "after"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -369,17 +369,29 @@ class Responses:
                 for rank in self.ranks:
                     self._drain(rank)
                 behind = self.behind(call.sequence)
-                if self._find_dead(0.001 if behind else 0):
+                # In this order: a failure that comes between the two looks has been announced by now.
+                settled = not behind and self._has_all_failures()
+                if self._find_dead(0 if settled else 0.001):
                     return False
-                if not behind:
+                if settled:
                     return True
                 leaving = any(map(self._is_ending, behind))
                 if _monotonic() > until + (LEAVE_S if leaving else 0):
-                    self._report.remember(call)
-                    self.suspect = call, deadline_clock()
+                    for rank in self.ranks:
+                        self._drain(rank)
+                    if behind:
+                        self._report.remember(call)
+                        self.suspect = call, deadline_clock()
                     return True
         except MessageQueueClosed:
             return False
+
+    def _has_all_failures(self) -> bool:
+        """Whether every failure that a rank has announced has been taken from its ring."""
+        words, failures = self._words, self._failures
+        return all(
+            words[index] >> SEQUENCE_BITS == failures[rank] for rank, index in enumerate(self._done_index)
+        )
 
     def behind(self, number: int) -> list[int]:
         """Ranks that have not finished the call of that number."""
