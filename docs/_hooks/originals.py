@@ -68,7 +68,7 @@ def page() -> str:
     lines = [
         "# Where the original breaks",
         "",
-        "Twenty things that one may expect of an executor over several processes, each of which has hurt users of vLLM or stands in its",
+        "Twenty-one things that one may expect of an executor over several processes, each of which has hurt users of vLLM or stands in its",
         "code waiting to: what vLLM 0.25.1 does, what minivllm does, and the test that keeps it so.",
         "",
         "This is no verdict on vLLM, which runs more models on more devices than anything else, and whose executor is used by people who",
@@ -77,7 +77,8 @@ def page() -> str:
         "",
         "## How it was measured",
         "",
-        "* **The same scenes on both**, `tests/originals/scenes.py`: real executors with two real worker processes, which have no model.",
+        "* **The same scenes on both**, `tests/originals/scenes.py`: real executors with two real worker processes, which have no model; in the",
+        "  last one the whole engine, with the bundled model.",
         "  `python tests/originals/scenes.py minivllm 7` shows one; with `vllm` instead, in an environment that has vLLM 0.25.1, it shows",
         "  the same on the real one. A CPU is enough. What is printed below is what came out.",
         f"* **Versions:** {meta['versions']['vllm']}; {meta['versions']['minivllm']}.",

@@ -161,7 +161,7 @@ Most of it is made from the code at each build, so it says what the code does.
 * [Span catalogue](spans.md): every step that a trace can show, where it runs, and where vLLM does the same.
 * [Map to vLLM](map.md): module by module, in both directions.
 * [Where minivllm differs](differences.md): what is done better on purpose, and why.
-* [Where the original breaks](where-the-original-breaks.md): twenty scenes, what vLLM does in them and what minivllm does.
+* [Where the original breaks](where-the-original-breaks.md): twenty-one scenes, what vLLM does in them and what minivllm does.
 * [Errata of the articles](errata.md): claim by claim.
 * [Glossary](glossary.md): the terms, each in two sentences.
 * [Environment variables](environment.md): all of them.

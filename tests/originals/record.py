@@ -63,7 +63,7 @@ def versions(engine: str) -> str:
 
 def main() -> None:
     engine, numbers = sys.argv[1], [int(number) for number in sys.argv[2:]]
-    for number in numbers or range(1, 21):
+    for number in numbers or range(1, 22):
         printed = run(engine, number)
         # Read again each time: the other engine may be recorded at the same time.
         data = json.loads(DATA.read_text(encoding="utf-8"))

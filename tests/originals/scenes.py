@@ -1,4 +1,4 @@
-"""Twenty scenes in which multi-process layers break, the same lines on vLLM 0.25.1 and on minivllm.
+"""Scenes in which multi-process layers break, the same lines on vLLM 0.25.1 and on minivllm.
 
     python tests/originals/scenes.py minivllm 7       # one scene
     python tests/originals/scenes.py vllm 7           # the same in an environment that has vLLM 0.25.1 (CPU is enough)
@@ -18,6 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from engines import cpu_s, engine, is_alive, say, state
@@ -506,9 +507,47 @@ def _spans_of_vllm(engine: Any) -> None:
     say(f"of two spans that ended just before the shutdown, exported: {exported.count('worker-rpc')}")
 
 
+@scene(21)
+def killed_engine_core(engine: str) -> None:
+    """The whole engine, with a model: nothing of it is replaced."""
+    import importlib
+
+    import psutil
+
+    module = importlib.import_module(engine)
+    checkpoint = Path(__file__).resolve().parents[2] / "minivllm" / "assets" / "tiny-qwen3"
+    llm = module.LLM(
+        str(checkpoint),
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        dtype="float32",
+        max_model_len=512,
+        enforce_eager=True,
+        max_num_seqs=8,
+    )
+    params = module.SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    caller = Caller(lambda: len(llm.generate(["The for statement"] * 200, params, use_tqdm=False)))
+    time.sleep(1)
+    core = max(
+        psutil.Process().children(), key=lambda child: len(child.children())
+    )  # the workers are its own
+    killed_at = time.monotonic()
+    core.send_signal(signal.SIGKILL)
+    told = caller.after(15)
+    if not caller.thread.is_alive():
+        told = f"{caller.ended_at - killed_at:.2f} s after it: {told.split('  [after')[0]}"
+    say(f"LLM.generate, EngineCore killed by SIGKILL: {told}")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+# Those that need more than an executor, and get the name of the engine only.
+WHOLE = {21}
+
+
 def main() -> None:
     name, number = sys.argv[1], int(sys.argv[2])
-    SCENES[number](engine(name))
+    SCENES[number](name if number in WHOLE else engine(name))
 
 
 if __name__ == "__main__":
