@@ -514,6 +514,7 @@ def killed_engine_core(engine: str) -> None:
 
     import psutil
 
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     module = importlib.import_module(engine)
     checkpoint = Path(__file__).resolve().parents[2] / "minivllm" / "assets" / "tiny-qwen3"
     llm = module.LLM(
