@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -215,7 +216,9 @@ def markdown(report: dict[str, Any]) -> str:
             for level in LEVELS[1:]
             if level in figures
         ]
-        lines.append(f"| {what} | " + " | ".join(cells) + " |")
+        # A figure and its unit, or the sign of per cent, stay on one line.
+        joined = " | ".join(re.sub(r"(?<=\d) (?=[%µm])", "\N{NO-BREAK SPACE}", cell) for cell in cells)
+        lines.append(f"| {what} | {joined} |")
     lines += [
         "",
         "A message or an empty call is the worst case: it is little more than what is traced about it. What counts is the last line.",
