@@ -222,7 +222,11 @@ def test_a_run_that_is_not_shown_is_mentioned(tmp_path: Path) -> None:
     assert store.warnings == ["this is run 2 of the 2 that the directory holds"] and store.number == 2
     for number, alone in enumerate(sorted((RUN, RUN.parent / "runner-v1"), key=_start), start=1):
         chosen = TraceStore.open(directory, number=number)
-        assert chosen.number == number and chosen.trace_id == TraceStore.open(alone).trace_id
+        assert (
+            chosen.number == number
+            and chosen.warnings == []
+            and chosen.trace_id == TraceStore.open(alone).trace_id
+        )
         assert len(chosen.spans()) == len(TraceStore.open(alone).spans())
     for number in (0, 3, -1):
         with pytest.raises(ConfigError, match=f"has no run {number}: it holds 2 runs"):

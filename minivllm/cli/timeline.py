@@ -160,10 +160,8 @@ def open_store(directory: str, number: int | None = None) -> TraceStore:
     # A large trace is many small objects that all live until the end: collecting in between is most of the time.
     gc.disable()
     store = TraceStore.open(directory, number=number)
-    # Whoever has chosen a run knows that there are others.
-    warnings = store.warnings[:-1] if number is not None and len(store.trace_ids) > 1 else store.warnings
-    if warnings:
-        print(f"minivllm: warning: {'; '.join(warnings)}", file=sys.stderr)
+    if store.warnings:
+        print(f"minivllm: warning: {'; '.join(store.warnings)}", file=sys.stderr)
     return store
 
 

@@ -43,7 +43,7 @@ from minivllm.engine.core_process import (
     remove_socket_directory,
 )
 from minivllm.engine.known_workers import KnownWorkers, open_pidfd
-from minivllm.engine.serial_utils import FunctionByValue, decode_exception, pickle_value
+from minivllm.engine.serial_utils import FunctionByValue, decode_exception
 from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedError
 from minivllm.executor.leftovers import remove_leftovers
 from minivllm.executor.status_page import StatusPage
@@ -460,7 +460,7 @@ class SyncMPClient(EngineCoreClient):
 
     def _call_utility(self, name: str, *args: Any) -> Any:
         self.check_owner()
-        arguments = pickle_value((args, {}))
+        arguments = pickle.dumps((args, {}))
         with self._lock:
             self._next_call_id += 1
             call_id = self._next_call_id

@@ -17,17 +17,6 @@ from typing import Any
 from minivllm.executor import by_value
 
 
-def pickle_value(value: Any) -> bytes:
-    """Pickle a value; classes and functions of the main script travel by value."""
-    try:
-        return pickle.dumps(value)
-    except Exception:
-        import cloudpickle
-
-        data: bytes = cloudpickle.dumps(value)
-        return data
-
-
 def pickle_result(value: Any) -> bytes:
     """Pickle what a call returns; objects of classes of the client's main script arrive as objects of just those."""
     try:

@@ -377,6 +377,7 @@ class Responses:
                     return True
                 leaving = any(map(self._is_ending, behind))
                 if _monotonic() > until + (LEAVE_S if leaving else 0):
+                    # Once more: this thread may have been kept from looking for as long as it wanted to wait.
                     for rank in self.ranks:
                         self._drain(rank)
                     if behind:

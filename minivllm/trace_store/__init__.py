@@ -36,6 +36,7 @@ class TraceStore:
         trace_ids: all traces of the directory, the oldest first; more than one when it was used for several runs.
         damaged_lines: lines that could not be read, such as the torn last line of a killed process.
         damage: the same in words, a sentence for each file.
+        chosen: this trace was asked for, so nothing is said of others.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class TraceStore:
         trace_ids: list[str],
         damaged_lines: int = 0,
         damage: Sequence[str] = (),
+        chosen: bool = False,
     ) -> None:
         self._spans = spans
         self.trace_id = trace_id
         self.trace_ids = trace_ids
         self.damaged_lines = damaged_lines
         self.damage = damage
+        self.chosen = chosen
 
     @classmethod
     def open(
@@ -84,6 +87,7 @@ class TraceStore:
             raise ConfigError(f"{directory} holds no trace; record one with `minivllm demo --trace DIR`")
         spans.sort(key=lambda span: span.start_ns)
         trace_ids = list(dict.fromkeys(span.trace_id for span in spans))
+        chosen = number is not None or trace_id is not None
         if number is not None:
             if not 0 < number <= len(trace_ids):
                 raise ConfigError(
@@ -97,7 +101,7 @@ class TraceStore:
         if len(trace_ids) > 1:
             spans = [span for span in spans if span.trace_id == trace_id]
         finish_open_spans(spans)
-        return cls(spans, trace_id, trace_ids, content.damaged_lines, content.damage)
+        return cls(spans, trace_id, trace_ids, content.damaged_lines, content.damage, chosen)
 
     @property
     def number(self) -> int:
@@ -209,7 +213,7 @@ class TraceStore:
             *self.damage,
             *(
                 [f"this is run {self.number} of the {len(self.trace_ids)} that the directory holds"]
-                if len(self.trace_ids) > 1
+                if len(self.trace_ids) > 1 and not self.chosen  # whoever has chosen it knows of the others
                 else []
             ),
         ]
