@@ -13,6 +13,8 @@ import pytest
 from minivllm import tracing
 from minivllm.trace_store import TraceStore
 from minivllm.tracing import files, spool
+from minivllm.tracing.mapped import UNIT_BYTES
+from minivllm.tracing.spool_reader import SpoolReader, read_process
 from tests.tracing_helpers import recording, run_script, store_of
 
 
@@ -50,7 +52,7 @@ def test_the_spool_says_the_same_as_the_file_made_of_it(tmp_path: Path) -> None:
                 raise ValueError("y")
         from_spool = shown(store_of(tmp_path))
     directory = tmp_path / "trace"
-    assert not list(directory.glob("*.spool")), "all of it is in the .jsonl"
+    assert not [*directory.glob("*.spool"), *directory.glob("*.spans")], "all of it is in the .jsonl"
     assert shown(store_of(tmp_path)) == from_spool
     assert len(from_spool) == 304
 
@@ -84,45 +86,56 @@ def test_spans_are_whole_after_a_sigkill(tmp_path: Path) -> None:
     assert store.damaged_lines == 0 and store.orphans() == []
 
 
+def lines_of(target: spool.Spool) -> tuple[list[bytes], int]:
+    found = read_process(target.path, target.path.with_suffix(".spans"))
+    return found.lines, found.torn
+
+
+def text(**fields: str) -> bytes:
+    return spool._encode(spool.Text(json.dumps(fields)))
+
+
 def test_a_torn_record_costs_itself_only(tmp_path: Path) -> None:
     target = spool.Spool(tmp_path / "a.spool")
     target.resource('{"attributes":[]}', 0)
     for number in range(3):
-        target.append(spool._encode(spool._Text(json.dumps({"name": f"n{number}"}))))
-    lines, torn = spool.read_lines(target.path)
+        target.append(text(name=f"n{number}"))
+    lines, torn = lines_of(target)
     assert (names(lines), torn) == (["n0", "n1", "n2"], 0)
     data = bytearray(target.path.read_bytes())
     data[data.index(b"n2")] = 0
     target.path.write_bytes(data)
-    lines, torn = spool.read_lines(target.path)
+    lines, torn = lines_of(target)
     assert (names(lines), torn) == (["n0", "n1"], 1)
     target.close()
 
 
 def test_units_and_large_records(tmp_path: Path) -> None:
     """Threads fill units together; a record larger than a unit gets a larger one; growing is read as it goes."""
-    target = spool.Spool(tmp_path / "a.spool")
+    target, reader = spool.Spool(tmp_path / "a.spool"), SpoolReader()
     target.resource('{"attributes":[]}', 0)
-    large = "x" * (2 * spool.UNIT_BYTES)
+    large = "x" * (2 * UNIT_BYTES)
+
+    def new_names() -> list[str]:
+        with target.whole() as data:
+            return names(list(reader.lines(data, [])))
 
     def work(thread: int) -> None:
         for number in range(400):
-            target.append(
-                spool._encode(spool._Text(json.dumps({"name": f"{thread}.{number}", "fill": "x" * 2000})))
-            )
+            target.append(text(name=f"{thread}.{number}", fill="x" * 2000))
 
     threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
     for thread in threads:
         thread.start()
-    found = names(list(target.new_lines()))
+    found = new_names()
     for thread in threads:
         thread.join()
-    target.append(spool._encode(spool._Text(json.dumps({"name": "large", "fill": large}))))
-    target.append(spool._encode(spool._Text('{"name":"last"}')))
-    found += names(list(target.new_lines()))
+    target.append(text(name="large", fill=large))
+    target.append(text(name="last"))
+    found += new_names()
     assert sorted(found) == sorted([*(f"{t}.{n}" for t in range(4) for n in range(400)), "large", "last"])
     assert found[-2:] == ["large", "last"]
-    assert names(spool.read_lines(target.path)[0]) == found
+    assert names(lines_of(target)[0]) == found
     target.close()
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from minivllm.trace_store.model import Process, RawSpan, decode_attributes
 from minivllm.tracing.open_table import TableEntry, read_table
-from minivllm.tracing.spool import read_lines
+from minivllm.tracing.spool_reader import read_process
 
 
 class _Resource(msgspec.Struct):
@@ -70,6 +70,7 @@ class Directory:
         self.damaged_lines = 0
         self.damage: list[str] = []
         self._known_resources: dict[bytes, ProcessRecord] = {}
+        self._by_stem: dict[str, ProcessRecord] = {}
         files = sorted(path.glob("*.jsonl"))
         spools = sorted(path.glob("*.spool"))
         self.files = [file.name for file in (*files, *spools)]
@@ -78,9 +79,11 @@ class Directory:
                 self._read_journal(file)
         # Spools before what is made of them: one that is gone by now has gone into the file beside it.
         for file in spools:
-            lines, torn = read_lines(file)
-            self._note_damage(file, torn, "record")
-            self._read_spans(file, lines)
+            found = read_process(file, file.with_suffix(".spans"))
+            self._note_damage(file, found.torn, "record")
+            self._read_spans(file, found.lines)
+            if (record := self._by_stem.get(file.stem)) is not None:
+                record.table += found.incomplete
         for file in files:
             if not file.name.endswith(".journal.jsonl"):
                 self._read_spans(file, self._lines(file))
@@ -130,7 +133,9 @@ class Directory:
         if record is not None:
             # The files belong to the last process of this role and pid.
             record.process.alive = _is_locked(file)
-            record.table = read_table(file.with_name(file.name.replace(".journal.jsonl", ".open")))
+            stem = file.name.removesuffix(".journal.jsonl")
+            record.table = read_table(file.with_name(f"{stem}.open"))
+            self._by_stem[stem] = record
 
     def _record(self, resource: _Resource) -> ProcessRecord:
         raw = bytes(resource.attributes)

@@ -190,8 +190,7 @@ def _open_files(trace_dir: str | None) -> None:
         files.write_resource()
         return
     if files is not None:
-        for item in _spans.open_spans():
-            files.forget(item)
+        _spans.move_open_spans()
         _recorder.files = None
         files.close()
     if trace_dir is not None:

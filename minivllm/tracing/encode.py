@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from minivllm.tracing.catalogue import BY_INDEX
 from minivllm.tracing.process import clock
 
 if TYPE_CHECKING:
+    from minivllm.tracing.span_log import LoggedSpan
     from minivllm.tracing.spans import Span
-    from minivllm.tracing.spec import SpanSpec
-    from minivllm.tracing.spool import HotRecord
+    from minivllm.tracing.spool import Detail
 
 VERSION = "0.1.0"
 KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
@@ -113,14 +114,42 @@ def _key(name: str) -> str:
 
 def span(item: Span) -> str:
     """One Span object of OTLP/JSON. A span that has not ended has no end time (used by the journal)."""
-    end = f'"endTimeUnixNano":"{item.end_ns + clock.offset_ns}",' if item.end_ns else ""
-    return _span(item, item.spec, clock.offset_ns, end, item.thread.json, item.place.json)
+    offset = clock.offset_ns
+    return _span(
+        item.trace_id,
+        item.span_id,
+        item.parent_id,
+        item.name,
+        item.kind,
+        item.start_ns + offset,
+        f'"endTimeUnixNano":"{item.end_ns + offset}",' if item.end_ns else "",
+        item.thread.json,
+        item.place.json,
+        attributes(item.attributes) if item.attributes else "",
+        tail(item, offset) if item.events or item.links or item.status else "",
+    )
 
 
-def hot_span(record: HotRecord, entry: SpanSpec, offset: int, place: str) -> str:
-    """The same for a span that went through the spool. offset: wall clock minus monotonic clock, ns."""
-    end = f'"endTimeUnixNano":"{record.end_ns + offset}",'
-    return _span(record, entry, offset, end, thread(*record.thread), place)
+def logged_span(item: LoggedSpan, detail: Detail, offset: int, place: str) -> str:
+    """The same for a span of the span log. offset: wall clock minus monotonic clock, ns."""
+    page, entry = item.page, BY_INDEX[item.row - 1]
+    own = detail.own_text or (attributes(detail.attributes) if detail.attributes else "")
+    more = detail.tail_text
+    if detail.events or detail.links or detail.status:
+        more = tail(detail, offset)
+    return _span(
+        page.trace_id,
+        item.span_id,
+        item.parent_id,
+        entry.name,
+        detail.own_kind or entry.kind,
+        item.start_ns + offset,
+        f'"endTimeUnixNano":"{item.end_ns + offset}",',
+        thread(page.thread_id, page.thread_name),
+        place,
+        own,
+        more,
+    )
 
 
 def thread(native_id: int, name: str) -> str:
@@ -131,14 +160,24 @@ def thread(native_id: int, name: str) -> str:
     )
 
 
-def _span(item: Span | HotRecord, entry: SpanSpec, offset: int, end: str, thread: str, place: str) -> str:
-    parent = '","parentSpanId":"%016x' % item.parent_id if item.parent_id else ""  # noqa: UP031 - the quickest
-    own = attributes(item.attributes) if item.attributes else ""
-    tail = _tail(item, offset) if item.events or item.links or item.status else ""
+def _span(
+    trace_id: bytes,
+    span_id: int,
+    parent_id: int,
+    name: str,
+    kind: str,
+    start_ns: int,
+    end: str,
+    thread: str,
+    place: str,
+    own: str,
+    more: str,
+) -> str:
+    parent = '","parentSpanId":"%016x' % parent_id if parent_id else ""  # noqa: UP031 - the quickest
     return (
-        f'{{"traceId":"{item.trace_id.hex()}","spanId":"{"%016x" % item.span_id}{parent}","name":"{entry.name}"'  # noqa: UP031
-        f',"kind":{KINDS[item.own_kind or entry.kind]},"startTimeUnixNano":"{item.start_ns + offset}",{end}"attributes":['
-        f"{thread}{place}{',' if own else ''}{own}]{tail}}}"
+        f'{{"traceId":"{trace_id.hex()}","spanId":"{"%016x" % span_id}{parent}","name":"{name}"'  # noqa: UP031
+        f',"kind":{KINDS[kind]},"startTimeUnixNano":"{start_ns}",{end}"attributes":['
+        f"{thread}{place}{',' if own else ''}{own}]{more}}}"
     )
 
 
@@ -146,7 +185,7 @@ def _links(packed: tuple[bytes, ...]) -> str:
     return ",".join(f'{{"traceId":"{link[:16].hex()}","spanId":"{link[16:24].hex()}"}}' for link in packed)
 
 
-def _tail(item: Span | HotRecord, offset: int) -> str:
+def tail(item: Span | Detail, offset: int) -> str:
     """Events, links and status, which few spans have."""
     parts = []
     if item.events:

@@ -1,16 +1,18 @@
-"""The files of one process in the trace directory: spool, start journal, table of open spans, and OTLP/JSON at the end.
+"""The files of one process in the trace directory: span log, spool, start journal, open table, and OTLP/JSON at the end.
 
 vLLM 0.25.1: none
 Articles: none
 
-`<role>-<pid>.spool` is the Spool: spans that have ended. `<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …}
-a line: at a flush and at the end it gets what the spool has, and the spool goes. `<role>-<pid>.journal.jsonl` gets one
+`<role>-<pid>.spans` is the SpanLog: when each span of the hot path began and ended. `<role>-<pid>.spool` is the Spool: what
+else they have to say, and all other spans that have ended. `<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …}
+a line: at a flush and at the end it gets what the two have, and they go. `<role>-<pid>.journal.jsonl` gets one
 line for the resource and one for each lifecycle span as it starts; the process holds a lock on it while it lives.
-`<role>-<pid>.open` is the OpenTable. Readers take a span from wherever it is.
+`<role>-<pid>.open` is the OpenTable: other spans that are open. Readers take a span from wherever it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -19,9 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.tracing import encode
+from minivllm.tracing.ended import write_ended
 from minivllm.tracing.open_table import OpenTable
 from minivllm.tracing.process import clock, identity
+from minivllm.tracing.span_log import LoggedSpan, LogReader, SpanLog, turn_all_pages
 from minivllm.tracing.spool import Spool
+from minivllm.tracing.spool_reader import SpoolReader
 
 if TYPE_CHECKING:
     from minivllm.tracing.spans import Span
@@ -55,14 +60,18 @@ class TraceFiles:
         # Held until the process is gone: the reader tells a span still open from one that will never end by it.
         _lock(self._journal_fd)
         self._table_path = self.directory / f"{stem}.open"
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._spans_fd)
+            undo.callback(os.close, self._journal_fd)
+            undo.callback(self.remove_table)
             self.table = OpenTable(self._table_path, identity.pid, clock.offset_ns)
             self.spool = Spool(self.directory / f"{stem}.spool")
-        except OSError:
-            self.remove_table()
-            os.close(self._spans_fd)
-            os.close(self._journal_fd)
-            raise
+            undo.callback(self.spool.close)
+            self.log = SpanLog(self.directory / f"{stem}.spans")
+            undo.pop_all()
+        self._spool_reader, self._log_reader = SpoolReader(self.spool.start), LogReader(self.log.start)
+        self._noted: list[LoggedSpan] = []
+        self._is_writing = False
         self._failed = False
         self._resource = ""
         self.write_resource()
@@ -80,26 +89,48 @@ class TraceFiles:
             self._journal_fd,
             f'{{"resource":{self._resource},"clockOffsetNano":"{clock.offset_ns}"}}\n'.encode(),
         )
-        self.spool.resource(self._resource, clock.offset_ns)
+        self.log.resource = self.spool.resource(self._resource, clock.offset_ns)
+        turn_all_pages()
 
     def journal(self, span: Span) -> None:
         """Note the start of a span with what is known about it; one write, so that lines never mix."""
         self._write(self._journal_fd, f'{{"span":{encode.span(span)}}}\n'.encode())
 
     def write(self, limit_s: float | None = None) -> bool:
-        """Write OTLP/JSON of what is new in the spool; returns whether that was all. limit_s: None takes its time."""
-        deadline = None if limit_s is None else time.monotonic() + limit_s
-        for line in self.spool.new_lines():
-            self._write(self._spans_fd, line)
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-        return True
+        """Write OTLP/JSON of what has ended and is not written yet; returns whether that was all.
 
-    def forget(self, span: Span) -> None:
-        """Free the span's slot in the table: it will be in another file."""
-        if span.slot:
-            self.table.release(span.slot)
-            span.slot = 0
+        A signal handler in the middle of it may ask for the same: it leaves the writing to whom it has interrupted. It may
+        also raise: better twice than never.
+
+        Args:
+            limit_s: None takes its time.
+        """
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        reader, nested = self._spool_reader, self._is_writing
+        self._is_writing = True
+        try:
+            with self.log.whole() as data:
+                found = self._log_reader.ended(data)
+            self._noted = self._noted + found
+            self._log_reader.forget(found)
+            write_ended()  # now the spool has all details of those
+            if nested:
+                return False
+            before = reader.position
+            noted, self._noted = self._noted, []
+            try:
+                with self.spool.whole() as data:
+                    for line in reader.lines(data, noted):
+                        self._write(self._spans_fd, line)
+                        if deadline is not None and time.monotonic() > deadline:
+                            return False
+            except BaseException:
+                reader.position = before
+                self._noted = noted + self._noted
+                raise
+        finally:
+            self._is_writing = nested
+        return True
 
     def _write(self, fd: int, data: bytes) -> None:
         try:
@@ -117,13 +148,15 @@ class TraceFiles:
 
     def close(self) -> None:
         """Make OTLP/JSON of everything and close all files; the lock goes with them."""
-        complete = self.write(CLOSE_LIMIT_S) and not self._failed
-        if complete and self.spool.ours:
-            self.spool.path.unlink(missing_ok=True)
+        if self.write(CLOSE_LIMIT_S) and not self._failed:
+            # Readers look into the log first, and do without it when there is no spool.
+            self.spool.remove()
+            self.log.remove()
         self.abandon()
 
     def abandon(self) -> None:
         """Close all files as they are."""
         self.spool.close()
+        self.log.close()
         os.close(self._spans_fd)
         os.close(self._journal_fd)

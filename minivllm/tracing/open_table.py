@@ -1,15 +1,15 @@
-"""A memory-mapped flight recorder: the spans that are open, and those that have ended a moment ago.
+"""A memory-mapped table of open spans: those that are not in the span log.
 
 vLLM 0.25.1: none (spans of a killed process are lost)
 Articles: part 2 §2.6
 
-A SIGKILL leaves no time to write anything, and one line in a journal per RPC would cost more than the RPC. So each
+Steps of the lifecycle and the first of each kind, few of them. A SIGKILL leaves no time to write anything, so each
 process keeps a small table in a file that it has mapped: what was stored there is in the page cache and outlives
-the process. Attributes are not kept; who reads the run has the name, ids, times and the process.
+the process. Attributes are not kept; who reads the run has the name, ids, times and the process, and for steps of the
+lifecycle the start journal.
 
 A span that has ended stays, with its end, until another one needs the slot, which is not before it is in the spool. So a
-span that is in both is none that is missing, and one that is here only is one whose process was killed before its next
-wait.
+span that is in both is none that is missing, and one that is here only is one whose process was killed just then.
 
 Header of 64 bytes: magic, u32 pid, u32 slots, i64 clock offset (wall minus monotonic, ns).
 Slot of 64 bytes: u16 catalogue index (0: free), u16 unused, u32 thread id, u64 span id, u64 parent id,
@@ -29,7 +29,6 @@ MAGIC = b"MVOPEN1\0"
 SLOT_BYTES = 64
 SLOT_SHIFT = 6
 SLOTS = 4096
-STOCK = 64  # spans that end without their process waiting are written in lots of about so many
 HEADER = struct.Struct("<8sIIq")
 SLOT = struct.Struct("<HHIQQQQ16s")
 OPEN_SLOT = struct.Struct("<H2xIQQQ8x16s")  # the same without an end
@@ -40,17 +39,17 @@ FREE = 0  # stored over the first byte of the index: the catalogue has fewer tha
 class OpenTable:
     """The writer's side.
 
-    The hot path takes a slot's number from `free` and packs OPEN_SLOT there; when the span ends it stores the time into
-    `ends`. Whoever has put the span into the spool gives the number back to `free`, and leaves the slot as it is. Slot
-    numbers start at 1. A full table drops what does not fit: such a span is still recorded, but a kill while it is open
-    would lose it. The mapping is never closed but left to the garbage collector, since a thread may just be writing to it.
+    A span takes a slot's number from `free` and packs OPEN_SLOT there; when it ends it stores the time into `ends`. Whoever
+    has put the span into the spool gives the number back to `free`, and leaves the slot as it is. Slot numbers start at 1.
+    A full table drops what does not fit: such a span is still recorded, but a kill while it is open would lose it. The
+    mapping is never closed but left to the garbage collector, since a thread may just be writing to it.
 
     Attributes:
-        free: a stack of numbers of slots that nobody uses, few of them: when it is empty, it is time to write spans.
+        free: a stack of numbers of slots that nobody uses.
         ends: the end of each slot, by its number.
     """
 
-    __slots__ = ("_reserve", "ends", "free", "memory")
+    __slots__ = ("ends", "free", "memory")
 
     def __init__(self, path: Path, pid: int, clock_offset_ns: int) -> None:
         """Raises OSError: the file cannot be made, or the disk is full."""
@@ -67,16 +66,14 @@ class OpenTable:
             os.close(fd)
         HEADER.pack_into(self.memory, 0, MAGIC, pid, SLOTS, clock_offset_ns)
         self.ends = memoryview(self.memory).cast("Q")[_END_WORD :: SLOT_BYTES // 8]
-        self._reserve = list(range(SLOTS, 0, -1))
-        self.free: list[int] = []
-        self.grow()
+        self.free = list(range(SLOTS, 0, -1))
 
-    def grow(self) -> bool:
-        """Give out more slots, since so many spans are open; False: there are none."""
-        taken = self._reserve[-STOCK:]
-        del self._reserve[-STOCK:]
-        self.free.extend(taken)
-        return bool(taken)
+    def take(self) -> int:
+        """The number of a slot; 0: there is none."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            return 0
 
     def release(self, slot: int) -> None:
         """Free the slot of a span that will be in another file."""

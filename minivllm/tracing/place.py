@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +20,7 @@ from minivllm.tracing.encode import quote
 
 if TYPE_CHECKING:
     from minivllm.tracing.board import Board
+    from minivllm.tracing.span_log import Page
     from minivllm.tracing.spans import Span
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(minivllm.__file__))) + os.sep
@@ -44,27 +45,35 @@ class Site(msgspec.Struct, frozen=True, eq=False):
 NOWHERE = Site("?", "?", 0, '{"key":"code.function.name","value":{"stringValue":"?"}}')
 
 
-class ThreadName(NamedTuple):
-    """What a reader is told of a thread."""
-
-    native_id: int
-    name: str
-
-    @property
-    def json(self) -> str:
-        return encode.thread(self.native_id, self.name)
-
-
 class ThreadState:
     """What the hot path needs to know about its thread.
 
     Attributes:
         current: the innermost open span of a `with`.
         board: the step board that this thread keeps, if any.
-        said: what a span has in place of this object when it has ended: MessagePack can say it without asking.
+        word: the next free entry of its page of the span log, in words from the start of `words`; there is none from `end` on.
+        words: the unit of the log that the page is in, as words.
+        stamp: of the page, see Page.
+        first_id: the id of a span minus the word where its entry begins.
+        trace_id: of the spans in the page.
+        pages: pages for spans of other traces.
     """
 
-    __slots__ = ("board", "current", "json", "main", "name", "native_id", "said")
+    __slots__ = (
+        "board",
+        "current",
+        "end",
+        "first_id",
+        "json",
+        "main",
+        "name",
+        "native_id",
+        "pages",
+        "stamp",
+        "trace_id",
+        "word",
+        "words",
+    )
 
     def __init__(self) -> None:
         thread = threading.current_thread()
@@ -73,8 +82,11 @@ class ThreadState:
         self.name = thread.name
         self.native_id = threading.get_native_id()
         self.main = thread is threading.main_thread()
-        self.said = ThreadName(self.native_id, self.name)
-        self.json = self.said.json
+        self.json = encode.thread(self.native_id, self.name)
+        self.word = self.end = self.first_id = self.stamp = 0  # the first span turns the page
+        self.words = memoryview(b"").cast("Q")
+        self.trace_id = b""
+        self.pages: dict[bytes, Page] = {}
 
 
 class _Farewell:

@@ -29,9 +29,9 @@ class Recorder:
     """One per process.
 
     Attributes:
-        finished: spans that ended and that no sink has yet; appended to by any thread, never replaced.
+        finished: spans that have ended and that the sinks do not have yet; appended to by any thread, never replaced.
         open: spans that have started and not ended, by span id; those of the hot path are only on their thread's stack.
-        idle: True while the thread sleeps without a deadline; whoever appends then calls wake().
+        idle: True while the thread sleeps without a deadline.
         files: the trace files, when the run has a directory.
         sinks: takers of finished spans besides the files; never replaced.
     """
@@ -52,8 +52,14 @@ class Recorder:
         self._thread: threading.Thread | None = None
         self.idle = True
 
-    def wake(self) -> None:
-        """Have the thread look at `finished`; starts it at first use."""
+    def give_on(self, item: Span) -> None:
+        """Hand a span that has ended to the sinks."""
+        if self.sinks:
+            self.finished.append(item)
+            if self.idle:
+                self._wake_thread()
+
+    def _wake_thread(self) -> None:
         self.idle = False
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)

@@ -3,15 +3,14 @@
 vLLM 0.25.1: vllm/tracing/__init__.py (instrument), vllm/tracing/otel.py (otel_instrument)
 Articles: part 2 §2.4.8
 
-Deviation from vLLM: spans are slotted records written outside the hot path, at less than a tenth of the cost of
-an SDK span, so that RPCs and queue messages can be traced without changing what is measured.
+Deviation from vLLM: a span is two numbers in mapped memory and what it has to say, written outside the hot path, at less
+than a tenth of the cost of an SDK span, so that RPCs and queue messages can be traced without changing what is measured.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import mmap
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,16 +20,17 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from minivllm.tracing import context, failpoints
+from minivllm.tracing import context, failpoints, span_log
+from minivllm.tracing import ended as _ended
 from minivllm.tracing.board import MAX_DEPTH
 from minivllm.tracing.catalogue import BY_INDEX, SPANS, spec
-from minivllm.tracing.ended import ended, make_room, no_room, use, write_at_once, write_ended
-from minivllm.tracing.ended import forget as forget_ended
+from minivllm.tracing.ended import ended, write_ended
 from minivllm.tracing.gate import STEPS, Gate
-from minivllm.tracing.open_table import OPEN_SLOT, SLOT_SHIFT
+from minivllm.tracing.open_table import OPEN_SLOT, SLOT_SHIFT, OpenTable
 from minivllm.tracing.parents import parents
 from minivllm.tracing.place import NOWHERE, Site, ThreadState, find_site, local, make_site, threads
 from minivllm.tracing.recorder import recorder
+from minivllm.tracing.span_log import turn_page
 from minivllm.tracing.spec import LIFECYCLE, OFF, RPC, SpanSpec
 from minivllm.tracing.spool import Spool
 
@@ -48,25 +48,22 @@ _placed: set[int] = set()  # rows of the catalogue whose place the spool knows
 _open = recorder.open
 _spool: Spool | None = None
 
+_table: OpenTable | None = None
+_homeless = memoryview(bytearray(32)).cast("Q")  # where spans end whose log is closed
+_next_id = context.new_span_ids().__next__
+
 # What a span of the hot path needs, together: they share lines of the cache, in which they rarely are.
 _hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
 _local = local
-_pack, _unpack = context.PACKED.pack, context.PACKED.unpack
-_next_id = context.new_span_ids().__next__
+_unpack = context.PACKED.unpack
 _now = monotonic_ns
-_take_slot: Callable[[], int] = no_room
-_pack_slot = OPEN_SLOT.pack_into
-_table_memory: mmap.mmap | bytearray = bytearray()
-_SHIFT = SLOT_SHIFT
-_table_ends = memoryview(bytearray(8)).cast("Q")
-_keep: Callable[[Span], object] = ended.append
+_keep = ended.append
 
 
-class Span(msgspec.Struct, gc=False, eq=False, array_like=True):
+class Span(msgspec.Struct, gc=False, eq=False):
     """One step that is running or has run. Made by span() and start_span() only.
 
-    A hot path may set `attributes` itself, which saves it the call of set(). What the spool gets of it is HotRecord: the
-    same fields in the same order.
+    A hot path may set `attributes` itself, which saves it the call of set().
 
     Times are nanoseconds of the monotonic clock. gc=False: a span refers to the spans around it, never in a cycle.
     """
@@ -74,15 +71,17 @@ class Span(msgspec.Struct, gc=False, eq=False, array_like=True):
     index: int  # in the catalogue
     attributes: dict[str, Any]
     thread: ThreadState
-    outer: Span | None  # None again when its block has been left
+    outer: Span | None
     trace_id: bytes
     span_id: int
     parent_id: int
     start_ns: int
-    slot: int = 0
-    end_ns: int = 0
+    words: memoryview  # the unit of the span log where its entry is
+    word: int  # where the entry begins; of a span that is not in the log: 0
     depth: int = -1
     links: tuple[bytes, ...] = ()
+    end_ns: int = 0
+    slot: int = 0  # in the open table, of a span that is not in the log
     own_kind: str = ""  # where it is another one than the catalogue's
     site: Site | None = None
     status: int = STATUS_UNSET
@@ -114,7 +113,7 @@ class Span(msgspec.Struct, gc=False, eq=False, array_like=True):
     @property
     def context(self) -> bytes:
         """25 bytes that make a span elsewhere a child of this one; b"" when tracing is off."""
-        return _pack(self.trace_id, self.span_id, 1) if self.span_id else b""
+        return context.pack(self.trace_id, self.span_id) if self.span_id else b""
 
     def set(self, attrs: dict[str, Any] | None = None, **attributes: Any) -> None:
         """Add attributes: `foo=` becomes `minivllm.foo`, names with dots go through `attrs` unchanged."""
@@ -166,9 +165,28 @@ class Span(msgspec.Struct, gc=False, eq=False, array_like=True):
         """End the span, in any thread. Ending it again, or after shutdown(), does nothing."""
         if not self.end_ns:
             end_ns = self.end_ns = _now()
-            if slot := self.slot:
-                _table_ends[slot] = end_ns
-            _keep(self)
+            self._keep_details()
+            self.words[self.word + 3] = end_ns
+
+    def _keep_details(self) -> None:
+        """What there is to say, before the end is in the log: who sees that has all the rest."""
+        if self.words is _homeless:
+            if _spool is not None:
+                _spool.keep_as_text(self)
+        elif self.links or self.own_kind or self.status or self.events:
+            _keep(
+                (
+                    self.span_id,
+                    self.attributes,
+                    self.links,
+                    self.own_kind,
+                    self.status,
+                    self.status_message,
+                    self.events,
+                )
+            )
+        elif self.attributes:
+            _keep((self.span_id, self.attributes))
 
     def __enter__(self) -> Span:
         return self  # span() has entered it: a call that looks at all this again costs too much
@@ -192,11 +210,33 @@ class Span(msgspec.Struct, gc=False, eq=False, array_like=True):
         elif not self.end_ns:
             # The body of end(), once more: a call less.
             end_ns = self.end_ns = _now()
-            if slot := self.slot:
-                _table_ends[slot] = end_ns
-            self.outer = None
-            self.thread = thread.said  # type: ignore[assignment]  # has what a span that has ended needs
-            _keep(self)
+            if self.links or self.own_kind or self.events or self.status:
+                self._keep_details()
+            elif self.attributes:
+                _keep((self.span_id, self.attributes))
+            self.words[self.word + 3] = end_ns
+
+
+class _Live(Span, gc=False, eq=False):
+    """A span of the hot path that a live export gets as well."""
+
+    def end(self) -> None:
+        if not self.end_ns:
+            super().end()
+            recorder.give_on(self)
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        thread = self.thread
+        thread.current = self.outer
+        if self.depth >= 0 and thread.board is not None:
+            thread.board.restore(self.depth)
+        if exc is not None:
+            self.record_exception(exc)
+        self.end()
+        self.outer = None  # else a chain of spans that have ended
+        write_ended()
 
 
 class _Cold(Span, gc=False, eq=False):
@@ -206,9 +246,10 @@ class _Cold(Span, gc=False, eq=False):
         # Whoever takes it out of what is open has ended it.
         if _open.pop(self.span_id, None) is not None:
             end_ns = self.end_ns = _now()
-            if self.slot:
-                _table_ends[self.slot] = end_ns
+            if self.slot and _table is not None:
+                _table.ends[self.slot] = end_ns
             write_ended(self)
+            recorder.give_on(self)
 
     def __enter__(self) -> Span:
         thread = self.thread
@@ -283,7 +324,8 @@ class _NullSpan(Span, gc=False, eq=False):
     ) -> None: ...
 
 
-NULL: Span = _NullSpan(BY_INDEX[0].index, {}, _local.thread, None, b"", 0, 0, 0)
+NULL: Span = _NullSpan(BY_INDEX[0].index, {}, _local.thread, None, b"", 0, 0, 0, _homeless, 0)
+_make: type[Span] = Span  # of the hot path: Span or _Live
 
 
 def span(
@@ -332,23 +374,15 @@ def span(
         parent_id = outer.span_id
     else:
         trace_id, parent_id = parents.find(None, name)
-    span_id = _next_id()
-    start_ns = _now()
-    try:
-        slot = _take_slot()
-    except IndexError:
-        slot = make_room()
-    if slot:
-        _pack_slot(
-            _table_memory,
-            slot << _SHIFT,
-            entry.index,
-            thread.native_id,
-            span_id,
-            parent_id,
-            start_ns,
-            trace_id,
-        )
+    # No call between these lines, but the one of turn_page(): a signal handler may record spans, too.
+    word = thread.word
+    thread.word = word + 4
+    if word >= thread.end or trace_id != thread.trace_id:
+        word = turn_page(thread, trace_id)
+    words = thread.words
+    span_id = thread.first_id + word
+    words[word + 1] = parent_id
+    words[word + 2] = entry.index
     depth = -1
     board = thread.board
     if board is not None and entry.level <= RPC:
@@ -357,8 +391,20 @@ def span(
         if depth < MAX_DEPTH:
             board.steps[depth] = entry.index
         board.open = depth + 1
-    item = Span(
-        entry.index, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot, 0, depth, links
+    start_ns = words[word] = _now()
+    item = _make(
+        entry.index,
+        attributes,
+        thread,
+        outer,
+        trace_id,
+        span_id,
+        parent_id,
+        start_ns,
+        words,
+        word,
+        depth,
+        links,
     )
     if kind and kind != entry.kind:
         item.own_kind = kind
@@ -399,7 +445,7 @@ def _make_hot(entry: SpanSpec, site: Site) -> None:
 def _step(entry: SpanSpec, thread: ThreadState, attributes: dict[str, Any], kind: str) -> Span:
     outer = thread.current
     ids = (outer.trace_id, outer.span_id) if outer is not None else (b"", 0)
-    return _Step(entry.index, attributes, thread, outer, *ids, 0, 0, own_kind=kind)
+    return _Step(entry.index, attributes, thread, outer, *ids, 0, 0, _homeless, 0, own_kind=kind)
 
 
 def start_span(
@@ -468,18 +514,29 @@ def _start(
     else:
         trace_id, parent_id = outer.trace_id, outer.span_id
     span_id = _next_id()
-    try:
-        slot = _take_slot()
-    except IndexError:
-        slot = make_room()
-    if slot:
-        at = slot << _SHIFT
-        _pack_slot(_table_memory, at, entry.index, thread.native_id, span_id, parent_id, start_ns, trace_id)
+    slot = _table.take() if _table is not None else 0
+    if slot and _table is not None:
+        at = slot << SLOT_SHIFT
+        OPEN_SLOT.pack_into(
+            _table.memory, at, entry.index, thread.native_id, span_id, parent_id, start_ns, trace_id
+        )
     if root is None:
         root = entry.level == LIFECYCLE and outer is None and thread.main
     item = (_Root if root else _Cold)(
-        entry.index, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, slot, 0, -1, links
+        entry.index,
+        attributes,
+        thread,
+        outer,
+        trace_id,
+        span_id,
+        parent_id,
+        start_ns,
+        _homeless,
+        0,
+        -1,
+        links,
     )
+    item.slot = slot
     item.site = site
     if kind != entry.kind:
         item.own_kind = kind
@@ -589,18 +646,7 @@ def apply(
     level: int, active_failpoints: dict[str, list[failpoints.Failpoint]], gate: Gate | None = None
 ) -> None:
     """Set what the hot path looks at."""
-    global \
-        _level, \
-        _failpoints, \
-        _gate, \
-        _halts, \
-        _enabled, \
-        _hot, \
-        _table_memory, \
-        _table_ends, \
-        _take_slot, \
-        _spool, \
-        _keep
+    global _level, _failpoints, _gate, _halts, _enabled, _hot, _table, _spool, _make
     _level, _failpoints, _gate = level, active_failpoints, gate
     _halts = frozenset(active_failpoints) | (STEPS if gate is not None else frozenset())
     # Lifecycle spans are always real, since the step board must be right with tracing off, too.
@@ -610,17 +656,22 @@ def apply(
     }
     _hot = {}
     _placed.clear()
-    files = recorder.files
-    if files is not None and level:
-        _table_memory, _table_ends, _spool = files.table.memory, files.table.ends, files.spool
-        use(files.table, _spool)
-        _take_slot = files.table.free.pop
-    else:
-        # The memory stays for spans that are just ending.
-        _take_slot, _spool = no_room, None
-        use(None, None)
-    # Whoever looks on from elsewhere wants to see what happens when it happens.
-    _keep = write_at_once if recorder.sinks else ended.append
+    files = recorder.files if level else None
+    _table, _spool, log = (None, None, None) if files is None else (files.table, files.spool, files.log)
+    _ended.use(_table, _spool)
+    span_log.use(log)
+    _make = _Live if recorder.sinks else Span
+
+
+def move_open_spans() -> None:
+    """What is open will be in other files than those of now."""
+    for item in open_spans():
+        if item.slot and _table is not None:
+            _table.release(item.slot)
+            item.slot = 0
+        elif item.word:
+            item.own_kind = item.kind  # the way through _keep_details(), which finds it homeless
+            item.words, item.word = _homeless, 0
 
 
 def forget() -> None:
@@ -634,5 +685,6 @@ def forget() -> None:
         item.end_ns = item.start_ns  # the parent's to end
     threads.clear()
     _local.renew()  # without the board: that line is the parent's
-    forget_ended()
+    _ended.forget()
+    span_log.forget()
     recorder.forget()

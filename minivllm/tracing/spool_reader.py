@@ -1,0 +1,171 @@
+"""OTLP/JSON of what a process has recorded, made of its spool and its span log.
+
+vLLM 0.25.1: none
+Articles: none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from mmap import mmap
+from pathlib import Path
+from typing import NamedTuple
+from zlib import adler32
+
+import msgspec
+
+from minivllm.tracing import encode
+from minivllm.tracing.catalogue import BY_INDEX
+from minivllm.tracing.mapped import whole_units
+from minivllm.tracing.open_table import TableEntry
+from minivllm.tracing.span_log import LoggedSpan, LogReader
+from minivllm.tracing.spool import FRAME, Detail, Lot, Place, Resource, Text, decode
+
+SPANS_PER_LINE = 128
+_NOWHERE = '{"key":"code.function.name","value":{"stringValue":"?"}}'
+_UNKNOWN = Resource('{"attributes":[]}', 0, 0)
+
+
+class SpoolReader:
+    """Reads a spool, whole or as it grows.
+
+    Attributes:
+        position: where the next record is, in bytes from the start of the file.
+        damaged: records that a kill has torn.
+        until_ns: what had ended by then has all its details in what was read.
+    """
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+        self.damaged = 0
+        self.until_ns = 0
+        self._resource = _UNKNOWN
+        self._resources: dict[int, Resource] = {}
+        self._places: dict[int, str] = {}
+        self._details: dict[int, Detail] = {}
+
+    def lines(self, data: bytes | mmap, logged: list[LoggedSpan]) -> Iterator[bytes]:
+        """Lines of OTLP/JSON from `position` to the end of what is there, and of spans of the log.
+
+        Args:
+            data: the whole file, read after the log.
+            logged: spans that have ended.
+        """
+        spans: list[str] = []
+        for body in self._bodies(data):
+            try:
+                record = decode(body)
+            except msgspec.MsgspecError:
+                self.damaged += 1
+                continue
+            if isinstance(record, Lot):
+                self.until_ns = max(self.until_ns, record.until_ns)
+                self._details.update((detail.span_id, detail) for detail in record.details)
+            elif isinstance(record, Text):
+                spans.append(record.text)
+            elif isinstance(record, Place):
+                self._places[record.index] = record.text
+            else:
+                if spans:
+                    yield encode.line(self._resource.text, spans)
+                    spans = []
+                self._resource = self._resources[record.number] = record
+            if len(spans) >= SPANS_PER_LINE:
+                yield encode.line(self._resource.text, spans)
+                spans = []
+        if spans:
+            yield encode.line(self._resource.text, spans)
+        yield from self.logged_lines(logged)
+
+    def logged_lines(self, logged: list[LoggedSpan]) -> Iterator[bytes]:
+        """Lines of OTLP/JSON of spans of the log that have ended, with the details that were read of them."""
+        by_resource: dict[int, list[str]] = {}
+        for span in logged:
+            if not 0 < span.row <= len(BY_INDEX):
+                continue  # of another version
+            detail = self._details.get(span.span_id) or Detail(span.span_id)
+            number = span.page.resource
+            resource = self._resources.get(number, self._resource)
+            place = self._places.get(span.row, _NOWHERE)
+            spans = by_resource.setdefault(number, [])
+            spans.append(encode.logged_span(span, detail, resource.clock_offset_ns, place))
+            if len(spans) >= SPANS_PER_LINE:
+                yield encode.line(resource.text, by_resource.pop(number))
+        for number, spans in by_resource.items():
+            yield encode.line(self._resources.get(number, self._resource).text, spans)
+        for span in logged:
+            self._details.pop(span.span_id, None)
+
+    def split(self, logged: list[LoggedSpan]) -> tuple[list[LoggedSpan], list[LoggedSpan]]:
+        """Those whose details are known to be all there, and those that a kill may have robbed of them."""
+        whole: list[LoggedSpan] = []
+        doubtful: list[LoggedSpan] = []
+        for span in logged:
+            is_whole = span.end_ns <= self.until_ns or span.span_id in self._details
+            (whole if is_whole else doubtful).append(span)
+        return whole, doubtful
+
+    def in_short(self, span: LoggedSpan) -> TableEntry | None:
+        """What the log alone says of a span."""
+        if not 0 < span.row <= len(BY_INDEX):
+            return None
+        offset_ns = self._resources.get(span.page.resource, self._resource).clock_offset_ns
+        return TableEntry(
+            name=BY_INDEX[span.row - 1].name,
+            trace_id=span.page.trace_id.hex(),
+            span_id=f"{span.span_id:016x}",
+            parent_span_id=f"{span.parent_id:016x}" if span.parent_id else "",
+            start_ns=span.start_ns + offset_ns,
+            end_ns=span.end_ns + offset_ns if span.end_ns else 0,
+            thread_id=span.page.thread_id,
+        )
+
+    def _bodies(self, data: bytes | mmap) -> Iterator[bytes]:
+        end = len(data)
+        while self.position + FRAME.size <= end:
+            following = whole_units(self.position + 1)
+            length = 0
+            if self.position + FRAME.size <= following:
+                length, checksum = FRAME.unpack_from(data, self.position)
+            if length:
+                start = self.position + FRAME.size
+                body = data[start : start + length]
+                if adler32(body) == checksum:
+                    self.position = start + length
+                    yield body
+                    continue
+                self.damaged += 1
+            if following >= end:
+                return  # where the process writes next
+            self.position = following
+
+
+class Found(NamedTuple):
+    """What the spool and the span log of a process say.
+
+    Attributes:
+        lines: OTLP/JSON of spans that have ended.
+        torn: records of the spool that a kill has torn.
+        incomplete: spans that have not ended, or whose attributes may have been lost with the process.
+    """
+
+    lines: list[bytes]
+    torn: int
+    incomplete: list[TableEntry]
+
+
+def read_process(spool: Path, log: Path) -> Found:
+    """Read the two files of a living or dead process. Absent ones have nothing to say: what they held is elsewhere by then."""
+    # In this order: what has ended in the log by now has its details in the spool by then, unless its process was killed.
+    in_log, reader = LogReader(), SpoolReader()
+    log_data = log.read_bytes() if log.exists() else b""
+    try:
+        spool_data = spool.read_bytes()
+    except OSError:
+        return Found([], 0, [])
+    ended, still_open = in_log.ended(log_data), in_log.open(log_data)
+    lines = list(reader.lines(spool_data, []))
+    whole, doubtful = reader.split(ended)
+    lines += reader.logged_lines(whole)
+    incomplete = [entry for span in (*doubtful, *still_open) if (entry := reader.in_short(span)) is not None]
+    return Found(lines, reader.damaged, incomplete)
