@@ -276,7 +276,7 @@ def test_removed_directory_costs_the_trace_and_not_the_run(tmp_path: Path) -> No
 def test_what_is_mapped_has_its_room_on_the_disk(tmp_path: Path) -> None:
     """A store into a mapped page for which a full disk has no block would kill the process, by SIGBUS."""
     with recording(tmp_path):
-        for kind in ("open", "spool"):
+        for kind in ("open", "spool", "spans"):
             (path,) = tmp_path.rglob(f"*.{kind}")
             found = path.stat()
             assert found.st_blocks * 512 >= found.st_size > 0, path

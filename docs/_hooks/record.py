@@ -21,7 +21,7 @@ from pathlib import Path
 import commands
 import outputs
 
-from minivllm.tracing.spool import read_lines
+from minivllm.tracing.spool_reader import read_process
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "docs" / "runs"
@@ -122,7 +122,8 @@ def keep(trace: Path, target: Path) -> None:
             text = path.read_text(encoding="utf-8")
             if not path.name.endswith(".journal.jsonl"):
                 # What a killed process could not bring into this form itself.
-                text += b"".join(read_lines(path.with_suffix(".spool"))[0]).decode()
+                found = read_process(path.with_suffix(".spool"), path.with_suffix(".spans"))
+                text += b"".join(found.lines).decode()
             (target / path.name).write_text(anonymous(text, str(trace)), encoding="utf-8")
 
 

@@ -128,6 +128,7 @@ class TraceFiles:
                 reader.position = before
                 self._noted = noted + self._noted
                 raise
+            reader.forget(noted)
         finally:
             self._is_writing = nested
         return True

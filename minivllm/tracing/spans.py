@@ -55,7 +55,7 @@ _next_id = context.new_span_ids().__next__
 # What a span of the hot path needs, together: they share lines of the cache, in which they rarely are.
 _hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
 _local = local
-_unpack = context.PACKED.unpack
+_pack, _unpack = context.PACKED.pack, context.PACKED.unpack
 _now = monotonic_ns
 _keep = ended.append
 
@@ -113,7 +113,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
     @property
     def context(self) -> bytes:
         """25 bytes that make a span elsewhere a child of this one; b"" when tracing is off."""
-        return context.pack(self.trace_id, self.span_id) if self.span_id else b""
+        return _pack(self.trace_id, self.span_id, 1) if self.span_id else b""
 
     def set(self, attrs: dict[str, Any] | None = None, **attributes: Any) -> None:
         """Add attributes: `foo=` becomes `minivllm.foo`, names with dots go through `attrs` unchanged."""
@@ -210,8 +210,10 @@ class Span(msgspec.Struct, gc=False, eq=False):
         elif not self.end_ns:
             # The body of end(), once more: a call less.
             end_ns = self.end_ns = _now()
-            if self.links or self.own_kind or self.events or self.status:
+            if self.own_kind or self.events or self.status:
                 self._keep_details()
+            elif self.links:
+                _keep((self.span_id, self.attributes, self.links))
             elif self.attributes:
                 _keep((self.span_id, self.attributes))
             self.words[self.word + 3] = end_ns
@@ -375,10 +377,13 @@ def span(
     else:
         trace_id, parent_id = parents.find(None, name)
     # No call between these lines, but the one of turn_page(): a signal handler may record spans, too.
-    word = thread.word
-    thread.word = word + 4
-    if word >= thread.end or trace_id != thread.trace_id:
+    if trace_id != thread.trace_id:
         word = turn_page(thread, trace_id)
+    else:
+        word = thread.word
+        thread.word = word + 4
+        if word >= thread.end:
+            word = turn_page(thread, trace_id)
     words = thread.words
     span_id = thread.first_id + word
     words[word + 1] = parent_id
@@ -564,11 +569,11 @@ def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if name in _hot:
+                with span(name, **attributes) if attributes else span(name):
+                    return function(*args, **kwargs)
             if name not in _enabled:
                 return function(*args, **kwargs)
-            if name in _hot:
-                with span(name, attrs=attributes.copy() if attributes else None):
-                    return function(*args, **kwargs)
             thread = _local.thread
             if entry.level > _level:
                 item = _step(entry, thread, attributes, "")

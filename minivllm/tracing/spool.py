@@ -87,7 +87,15 @@ class Lot(msgspec.Struct, array_like=True, tag=_LOT):
     details: list[Detail]
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=str).encode
+def _as_text(value: Any) -> str:
+    """What MessagePack has no type for."""
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__}: {type(error).__name__} in str()>"
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_as_text).encode
 decode = msgspec.msgpack.Decoder(Resource | Place | Text | Lot).decode
 _frame = FRAME.pack
 

@@ -93,6 +93,9 @@ class SpoolReader:
                 yield encode.line(resource.text, by_resource.pop(number))
         for number, spans in by_resource.items():
             yield encode.line(self._resources.get(number, self._resource).text, spans)
+
+    def forget(self, logged: list[LoggedSpan]) -> None:
+        """Let go of the details of spans that have been given out."""
         for span in logged:
             self._details.pop(span.span_id, None)
 
