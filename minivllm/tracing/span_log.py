@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 PAGE_WORDS = PAGE_BYTES // 8
-PAGE = struct.Struct(
-    "=QQQ16s80s8s"
-)  # number of the resource, first id, thread id, trace id, thread name, magic
+# Number of the resource, first id, thread id, trace id, thread name, magic.
+PAGE = struct.Struct("=QQQ16s80s8s")
 MAGIC = b"MVSPANS1"
 FIRST_WORD = PAGE.size // 8
 ENTRY = struct.Struct("=QQQQ")

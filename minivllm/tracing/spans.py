@@ -173,7 +173,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
         if self.words is _homeless:
             if _spool is not None:
                 _spool.keep_as_text(self)
-        elif self.links or self.own_kind or self.status or self.events:
+        elif self.own_kind or self.status or self.events:
             _keep(
                 (
                     self.span_id,
@@ -185,8 +185,8 @@ class Span(msgspec.Struct, gc=False, eq=False):
                     self.events,
                 )
             )
-        elif self.attributes:
-            _keep((self.span_id, self.attributes))
+        elif self.links or self.attributes:
+            _keep((self.span_id, self.attributes, self.links))
 
     def __enter__(self) -> Span:
         return self  # span() has entered it: a call that looks at all this again costs too much
