@@ -214,7 +214,7 @@ class LogReader:
             resource, first_id, thread_id, trace_id, name, _ = PAGE.unpack_from(data, at)
             forgotten = self._forgotten.get(first_id, ())
             if len(forgotten) == ENTRIES:
-                done.append(at)
+                done.append((at, first_id))
                 continue
             page = LoggedPage(
                 resource, first_id, thread_id, trace_id, name.rstrip(b"\0").decode(errors="replace")
@@ -225,5 +225,6 @@ class LogReader:
             for span_id, (start_ns, parent_id, row, end_ns) in zip(ids, entries, strict=False):
                 if start_ns and span_id not in forgotten:
                     yield LoggedSpan(page, span_id, parent_id, row, start_ns, end_ns)
-        if done:
-            self._pages = [at for at in self._pages if at not in set(done)]
+        for at, first_id in done:
+            self._pages.remove(at)
+            del self._forgotten[first_id]

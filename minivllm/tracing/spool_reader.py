@@ -6,6 +6,7 @@ Articles: none
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from mmap import mmap
 from pathlib import Path
@@ -161,7 +162,9 @@ def read_process(spool: Path, log: Path) -> Found:
     """Read the two files of a living or dead process. Absent ones have nothing to say: what they held is elsewhere by then."""
     # In this order: what has ended in the log by now has its details in the spool by then, unless its process was killed.
     in_log, reader = LogReader(), SpoolReader()
-    log_data = log.read_bytes() if log.exists() else b""
+    log_data = b""
+    with contextlib.suppress(OSError):
+        log_data = log.read_bytes()
     try:
         spool_data = spool.read_bytes()
     except OSError:
