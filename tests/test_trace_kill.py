@@ -64,7 +64,7 @@ def test_a_kill_at_any_moment_costs_at_most_a_few_attributes(tmp_path: Path) -> 
     """What the process has said it did is there, once, with its times; attributes only of what ended since it waited."""
     result = run_script(tmp_path, KILLED, limit_s=20)
     assert result.returncode == 0, result.stderr
-    lost = 0
+    lost = placed = 0
     for number in range(10):
         # A kill may have cut the last line short.
         whole, _, _ = (tmp_path / f"diary{number}").read_text().rpartition("\n")
@@ -88,8 +88,12 @@ def test_a_kill_at_any_moment_costs_at_most_a_few_attributes(tmp_path: Path) -> 
                 if span.get("said") is None:
                     assert span.recovered and span_id not in before_wait
                     lost += 1
+            if span.recovered and "code.line.number" in span.attributes:
+                placed += 1
+                assert span.attributes["thread.name"] and span.attributes["code.file.path"] == "script.py"
         assert store.orphans() == []
         assert len([span for span in store.spans() if span.unfinished]) <= 8
+    assert placed, "only the first of a name and steps of the lifecycle are not in the span log"
     assert lost < 10 * 64
 
 

@@ -49,7 +49,6 @@ def _incomplete(span: Span, end_ns: int) -> Span:
 def _from_table(entry: TableEntry) -> RawSpan:
     from minivllm.tracing.catalogue import SPANS
 
-    thread = b'[{"key":"thread.id","value":{"intValue":"%d"}}]' % entry.thread_id
     return RawSpan(
         traceId=entry.trace_id,
         spanId=entry.span_id,
@@ -57,7 +56,7 @@ def _from_table(entry: TableEntry) -> RawSpan:
         name=entry.name,
         kind=KINDS[SPANS[entry.name].kind],
         startTimeUnixNano=str(entry.start_ns),
-        attributes=msgspec.Raw(thread),
+        attributes=msgspec.Raw(f"[{entry.attributes}]".encode()),
     )
 
 

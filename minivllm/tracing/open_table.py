@@ -82,7 +82,11 @@ class OpenTable:
 
 
 class TableEntry(NamedTuple):
-    """One slot as a reader sees it. Times are on the wall clock; end_ns is 0 while the span is open."""
+    """One slot as a reader sees it. Times are on the wall clock; end_ns is 0 while the span is open.
+
+    Attributes:
+        attributes: what is known of its thread and place, as OTLP/JSON.
+    """
 
     name: str
     trace_id: str
@@ -90,7 +94,7 @@ class TableEntry(NamedTuple):
     parent_span_id: str
     start_ns: int
     end_ns: int
-    thread_id: int
+    attributes: str
 
 
 def read_table(path: Path) -> list[TableEntry]:
@@ -117,7 +121,7 @@ def read_table(path: Path) -> list[TableEntry]:
                     parent_span_id=f"{parent_id:016x}" if parent_id else "",
                     start_ns=start_ns + offset_ns,
                     end_ns=end_ns + offset_ns if end_ns else 0,
-                    thread_id=thread_id,
+                    attributes=f'{{"key":"thread.id","value":{{"intValue":"{thread_id}"}}}}',
                 )
             )
     return entries

@@ -121,7 +121,8 @@ class SpoolReader:
             parent_span_id=f"{span.parent_id:016x}" if span.parent_id else "",
             start_ns=span.start_ns + offset_ns,
             end_ns=span.end_ns + offset_ns if span.end_ns else 0,
-            thread_id=span.page.thread_id,
+            attributes=encode.thread(span.page.thread_id, span.page.thread_name)
+            + self._places.get(span.row, _NOWHERE),
         )
 
     def _bodies(self, data: bytes | mmap) -> Iterator[bytes]:
