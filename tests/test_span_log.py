@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from minivllm import tracing
 from minivllm.trace_store import TraceStore
 from minivllm.tracing import span_log
-from tests.tracing_helpers import recording, run_script, store_of
+from tests.tracing_helpers import environment, recording, run_script, store_of
 
 
 def test_more_spans_than_a_unit_holds(tmp_path: Path) -> None:
@@ -126,3 +128,92 @@ def test_a_log_and_a_spool_that_do_not_match(tmp_path: Path, torn: str) -> None:
     assert [span.name for span in spans if span.unfinished] == ["run"]
     # The first of a name is not in the log.
     assert len(spans) == (2 if torn == "spool" else 1 + 300 - span_log.ENTRIES)
+
+
+KILLED_AND_FOLLOWED = """
+import signal
+from minivllm import tracing
+from minivllm.tracing.process import identity
+identity.pid = 7  # every container has one
+tracing.configure("client", trace_dir=DIR, level="rpc")
+with tracing.span("run"):
+    request = tracing.start_span("request", number=1)
+    for number in range(3):
+        with tracing.span("rpc.call", number=number):
+            if LAST and number == 2: os.kill(os.getpid(), signal.SIGKILL)
+tracing.shutdown()
+"""
+
+
+def test_the_files_of_a_killed_process_stay_when_another_one_has_its_name(tmp_path: Path) -> None:
+    """Containers give the same pid again, or at the same time, and may share a directory."""
+    killed = KILLED_AND_FOLLOWED.replace("LAST", "True")
+    assert run_script(tmp_path, killed).returncode == -9
+
+    def shown(number: int) -> list[tuple[Any, ...]]:
+        store = TraceStore.open(tmp_path / "trace", number=number)
+        assert len(store.processes()) == 1 and store.orphans() == []
+        return [(s.name, s.get("number"), s.unfinished, s.start_ns, s.end_ns) for s in store.spans()]
+
+    before = shown(1)
+    assert [line[:3] for line in before] == [
+        ("run", None, True),
+        ("request", None, True),
+        ("rpc.call", 0, False),
+        ("rpc.call", None, False),  # it had ended since the process had waited
+        ("rpc.call", None, True),
+    ]
+    for _ in range(2):
+        assert run_script(tmp_path, KILLED_AND_FOLLOWED.replace("LAST", "False")).returncode == 0
+    assert shown(1) == before
+    assert [line[0] for line in shown(3)] == ["run", "request", "rpc.call", "rpc.call", "rpc.call"]
+
+
+def test_a_run_that_goes_on_is_read_without_orphans(tmp_path: Path) -> None:
+    """Whenever it is read, a span is there only if its parent is, in another process or its own."""
+    script = tmp_path / "live.py"
+    script.write_text(
+        """
+import os, sys, time
+from minivllm import tracing
+there, here = os.pipe()
+stop = time.monotonic() + 4
+if os.fork():
+    tracing.configure("engine_core", trace_dir=sys.argv[1], level="message")
+    with tracing.span("run"):
+        while time.monotonic() < stop:
+            with tracing.span("engine_core.step"), tracing.span("rpc.call") as call:
+                os.write(here, call.context)
+                time.sleep(0.0002)
+    os.close(here)
+    os.wait()
+else:
+    os.close(here)
+    tracing.configure("worker", rank=0, trace_dir=sys.argv[1], level="message")
+    while context := os.read(there, 25):
+        with tracing.span("rpc.execute", parent=context), tracing.span("runner.execute_model"):
+            pass
+"""
+    )
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "trace")], env=environment())
+    counts = []
+    while process.poll() is None:
+        time.sleep(0.05)
+        if list(tmp_path.glob("trace/worker-*.spans")):
+            store = TraceStore.open(tmp_path / "trace")
+            assert store.orphans() == [] and store.damaged_lines == 0
+            counts.append(len(store.spans("rpc.execute")))
+    assert process.returncode == 0
+    assert counts == sorted(counts) and len(set(counts)) > 5
+    assert store_of(tmp_path).orphans() == []
+
+
+def test_what_the_end_could_not_bring_into_json_is_no_damage(tmp_path: Path) -> None:
+    """A process killed while it writes its OTLP/JSON leaves half a line there, and everything in the other files."""
+    killed = KILLED_AND_FOLLOWED.replace("LAST", "True")
+    assert run_script(tmp_path, killed).returncode == -9
+    before = store_of(tmp_path)
+    (spans,) = (path for path in (tmp_path / "trace").glob("*.jsonl") if "journal" not in path.name)
+    spans.write_bytes(b'{"resourceSpans":[{"resource":{"attr')
+    after = store_of(tmp_path)
+    assert after.warnings == [] and after.damaged_lines == 0 and len(after.spans()) == len(before.spans())

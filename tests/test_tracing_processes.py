@@ -463,3 +463,37 @@ def test_import_is_light(tmp_path: Path) -> None:
         """,
     )
     assert result.stdout.strip() == "[]", result.stderr
+
+
+TWO_ENGINES = """
+from minivllm import LLM, SamplingParams
+
+def generate(llm, count):
+    for _ in range(count):
+        llm.generate(["A"], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+
+if __name__ == "__main__":
+    first = LLM(device="cpu", trace=DIR)
+    second = LLM(device="cpu", trace=DIR + SECOND)
+    generate(first, 1), generate(second, 1)
+    first.shutdown()
+    generate(second, 2)
+    second.shutdown()
+"""
+
+
+def test_the_end_of_an_engine_leaves_another_ones_recording_alone(tmp_path: Path) -> None:
+    result = run_script(tmp_path, TWO_ENGINES.replace("SECOND", "''"))
+    assert result.returncode == 0 and "is still there" not in result.stderr, result.stderr
+    for number, requests in ((1, 1), (2, 3)):
+        store = TraceStore.open(tmp_path / "trace", number=number)
+        assert len(store.spans("request")) == requests
+        assert not [span for span in store.spans() if span.unfinished or span.is_error]
+        assert store.orphans() == []
+
+
+def test_two_engines_traced_in_two_directories_are_told_what_that_means(tmp_path: Path) -> None:
+    result = run_script(tmp_path, TWO_ENGINES.replace("SECOND", "'2'"))
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "is still there" in line]
+    assert f"the engine that is traced in {tmp_path / 'trace'} is still there" in line

@@ -208,13 +208,17 @@ def _step_live(live_step: bool | str, vllm_config: VllmConfig) -> LiveStep:
     return LiveStep(live_step, vllm_config)
 
 
+_traced: dict[tuple[int, int], str | None] = {}
+"""Directories of the runs that are being traced, by process and span: recording ends with the last of them."""
+
+
 def _start_trace(vllm_config: VllmConfig) -> tracing.Span:
     observability = vllm_config.observability_config
     # An engine without a trace must not end the recording of another one in this process.
     if observability.trace_level != "off" or tracing.level == tracing.OFF:
         tracing.configure("client", trace_dir=observability.trace_dir, level=observability.trace_level)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    return tracing.start_span(
+    run = tracing.start_span(
         "run",
         model=os.path.basename(str(model.model)) if model is not None else "none",
         tensor_parallel_size=parallel.tensor_parallel_size,
@@ -225,13 +229,28 @@ def _start_trace(vllm_config: VllmConfig) -> tracing.Span:
         trace_level=observability.trace_level,
         instance_id=vllm_config.instance_id,
     )
+    if observability.trace_level != "off":
+        others = {there for (pid, _), there in _traced.items() if pid == os.getpid()}
+        for there in others - {observability.trace_dir}:
+            logger.warning(
+                "the engine that is traced in %s is still there: what this process does for it is recorded in %s from here on; "
+                "shut it down before, or give both one directory",
+                there,
+                observability.trace_dir,
+            )
+        _traced[os.getpid(), run.span_id] = observability.trace_dir
+    return run
 
 
 def _end_trace(run: tracing.Span, vllm_config: VllmConfig) -> None:
     run.end()
     observability = vllm_config.observability_config
     if observability.trace_level != "off":
-        tracing.shutdown()
+        _traced.pop((os.getpid(), run.span_id), None)
+        if any(pid == os.getpid() for pid, _ in _traced):
+            tracing.flush()  # another engine goes on
+        else:
+            tracing.shutdown()
         if envs.MINIVLLM_FAILPOINTS and observability.trace_dir is not None:
             _note_idle_failpoints(observability.trace_dir, observability.trace_level)
 

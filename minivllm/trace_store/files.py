@@ -9,13 +9,13 @@ from __future__ import annotations
 import fcntl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from minivllm.trace_store.model import Process, RawSpan, decode_attributes
 from minivllm.tracing.open_table import TableEntry, read_table
-from minivllm.tracing.spool_reader import read_process
+from minivllm.tracing.spool_reader import Found, read_process
 
 
 class _Resource(msgspec.Struct):
@@ -55,6 +55,44 @@ class ProcessRecord:
     table: list[TableEntry] = field(default_factory=list)
 
 
+class _Files(NamedTuple):
+    """What the files of one process said.
+
+    Attributes:
+        compact: of the spool and the span log; None: there is no spool.
+        lines: of the OTLP/JSON file.
+    """
+
+    stem: str
+    compact: Found | None
+    lines: list[bytes]
+    table: list[TableEntry]
+    journal: list[bytes]
+
+    @classmethod
+    def read(cls, path: Path, stem: str) -> _Files:
+        spool = path / f"{stem}.spool"
+        # In this order: a spool that is gone by now has gone into the file beside it.
+        return cls(
+            stem,
+            read_process(spool, path / f"{stem}.spans") if spool.exists() else None,
+            _lines(path / f"{stem}.jsonl"),
+            read_table(path / f"{stem}.open"),
+            _lines(path / f"{stem}.journal.jsonl"),
+        )
+
+
+def _stem(file: Path) -> str:
+    return file.name.removesuffix(".jsonl").removesuffix(".journal")
+
+
+def _lines(file: Path) -> list[bytes]:
+    try:
+        return file.read_bytes().splitlines()
+    except OSError:
+        return []
+
+
 class Directory:
     """All processes of a trace directory.
 
@@ -70,39 +108,37 @@ class Directory:
         self.damaged_lines = 0
         self.damage: list[str] = []
         self._known_resources: dict[bytes, ProcessRecord] = {}
-        self._by_stem: dict[str, ProcessRecord] = {}
         files = sorted(path.glob("*.jsonl"))
         spools = sorted(path.glob("*.spool"))
         self.files = [file.name for file in (*files, *spools)]
-        for file in files:
-            if file.name.endswith(".journal.jsonl"):
-                self._read_journal(file)
-        # Spools before what is made of them: one that is gone by now has gone into the file beside it.
-        for file in spools:
-            found = read_process(file, file.with_suffix(".spans"))
-            self._note_damage(file, found.torn, "record")
-            self._read_spans(file, found.lines)
-            if (record := self._by_stem.get(file.stem)) is not None:
-                record.table += found.incomplete
-        for file in files:
-            if not file.name.endswith(".journal.jsonl"):
-                self._read_spans(file, self._lines(file))
+        stems = sorted({*(_stem(file) for file in files), *(file.stem for file in spools)})
+        alive = {stem: _is_locked(path / f"{stem}.journal.jsonl") for stem in stems}
+        # Of a run that goes on what began later is read first, so that no span is there without its parent: workers before
+        # EngineCore before the client, and of each the log, which has the innermost spans, before the journal.
+        for found in [_Files.read(path, stem) for stem in reversed(stems)][::-1]:
+            record = self._read_journal(found)
+            if record is not None:
+                # The files belong to the last process of this role and pid.
+                record.process.alive = alive[found.stem]
+                record.table = found.table
+                if found.compact is not None:
+                    record.table += found.compact.incomplete
+            if found.compact is not None:
+                self._note_damage(found.stem + ".spool", found.compact.torn, "record")
+                self._read_spans("", found.compact.lines)
+            # What a full disk or a kill has kept from being written here is still in the spool.
+            self._read_spans("" if found.compact is not None else found.stem + ".jsonl", found.lines)
 
-    def _lines(self, file: Path) -> list[bytes]:
-        try:
-            return file.read_bytes().splitlines()
-        except OSError:
-            return []
-
-    def _note_damage(self, file: Path, count: int, noun: str = "line", is_cut_off: bool = False) -> None:
+    def _note_damage(self, name: str, count: int, noun: str = "line", is_cut_off: bool = False) -> None:
         self.damaged_lines += count
         if is_cut_off:
             count -= 1
-            self.damage.append(f"{file.name} is cut off")
+            self.damage.append(f"{name} is cut off")
         if count:
-            self.damage.append(f"{count:,} {noun}{'s' if count > 1 else ''} unreadable in {file.name}")
+            self.damage.append(f"{count:,} {noun}{'s' if count > 1 else ''} unreadable in {name}")
 
-    def _read_spans(self, file: Path, lines: list[bytes]) -> None:
+    def _read_spans(self, name: str, lines: list[bytes]) -> None:
+        """name: of the file, for what is said of damage; "": nothing is."""
         damaged: list[bytes] = []
         for line in lines:
             try:
@@ -114,12 +150,13 @@ class Directory:
                 record = self._record(group.resource)
                 for scope in group.scopeSpans:
                     record.finished.update((span.spanId, span) for span in scope.spans)
-        self._note_damage(file, len(damaged), is_cut_off=_is_cut_off(lines, damaged))
+        if name:
+            self._note_damage(name, len(damaged), is_cut_off=_is_cut_off(lines, damaged))
 
-    def _read_journal(self, file: Path) -> None:
+    def _read_journal(self, found: _Files) -> ProcessRecord | None:
         record: ProcessRecord | None = None
-        lines, damaged = self._lines(file), []
-        for line in lines:
+        damaged = []
+        for line in found.journal:
             try:
                 entry = _journal_decoder.decode(line)
             except msgspec.MsgspecError:
@@ -129,13 +166,9 @@ class Directory:
                 record = self._record(entry.resource)
             if entry.span is not None and record is not None:
                 record.started[entry.span.spanId] = entry.span
-        self._note_damage(file, len(damaged), is_cut_off=_is_cut_off(lines, damaged))
-        if record is not None:
-            # The files belong to the last process of this role and pid.
-            record.process.alive = _is_locked(file)
-            stem = file.name.removesuffix(".journal.jsonl")
-            record.table = read_table(file.with_name(f"{stem}.open"))
-            self._by_stem[stem] = record
+        name = found.stem + ".journal.jsonl"
+        self._note_damage(name, len(damaged), is_cut_off=_is_cut_off(found.journal, damaged))
+        return record
 
     def _record(self, resource: _Resource) -> ProcessRecord:
         raw = bytes(resource.attributes)

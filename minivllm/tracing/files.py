@@ -7,13 +7,15 @@ Articles: none
 else they have to say, and all other spans that have ended. `<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …}
 a line: at a flush and at the end it gets what the two have, and they go. `<role>-<pid>.journal.jsonl` gets one
 line for the resource and one for each lifecycle span as it starts; the process holds a lock on it while it lives.
-`<role>-<pid>.open` is the OpenTable: other spans that are open. Readers take a span from wherever it is.
+`<role>-<pid>.open` is the OpenTable: other spans that are open. Readers take a span from wherever it is. Where a killed
+process has left files of the same names, "-2" follows the pid.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import time
@@ -48,23 +50,29 @@ def _lock(fd: int) -> None:
 
 
 class TraceFiles:
-    """Writes what it is given at once; a full disk or a removed directory costs the trace, never the run."""
+    """Writes what it is given at once; from here on a full disk or a removed directory costs the trace, never the run."""
 
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         self.owner = (identity.role, identity.pid)
-        stem = f"{identity.role}-{identity.pid}"
-        self._spans_fd = os.open(self.directory / f"{stem}.jsonl", _APPEND, 0o644)
-        self._journal_fd = os.open(self.directory / f"{stem}.journal.jsonl", _APPEND, 0o644)
-        # Held until the process is gone: the reader tells a span still open from one that will never end by it.
-        _lock(self._journal_fd)
-        self._table_path = self.directory / f"{stem}.open"
+        stem = name = f"{identity.role}-{identity.pid}"
+        for number in itertools.count(2):
+            self._table_path = self.directory / f"{stem}.open"
+            try:
+                self.table = OpenTable(self._table_path, identity.pid, clock.offset_ns)
+                break
+            except FileExistsError:
+                # Of a process of this name that was killed, or of one that lives in another container.
+                stem = f"{name}-{number}"
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, self._spans_fd)
-            undo.callback(os.close, self._journal_fd)
             undo.callback(self.remove_table)
-            self.table = OpenTable(self._table_path, identity.pid, clock.offset_ns)
+            self._spans_fd = os.open(self.directory / f"{stem}.jsonl", _APPEND, 0o644)
+            undo.callback(os.close, self._spans_fd)
+            self._journal_fd = os.open(self.directory / f"{stem}.journal.jsonl", _APPEND, 0o644)
+            undo.callback(os.close, self._journal_fd)
+            # Held until the process is gone: the reader tells a span still open from one that will never end by it.
+            _lock(self._journal_fd)
             self.spool = Spool(self.directory / f"{stem}.spool")
             undo.callback(self.spool.close)
             self.log = SpanLog(self.directory / f"{stem}.spans")

@@ -52,9 +52,9 @@ class OpenTable:
     __slots__ = ("ends", "free", "memory")
 
     def __init__(self, path: Path, pid: int, clock_offset_ns: int) -> None:
-        """Raises OSError: the file cannot be made, or the disk is full."""
+        """Raises FileExistsError: there is one already; OSError: the file cannot be made, or the disk is full."""
         size = SLOT_BYTES * (SLOTS + 1)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             # Reserved: a store into a mapped page that the disk has no room for would be a SIGBUS.
             if sys.platform == "darwin":
@@ -62,6 +62,9 @@ class OpenTable:
             else:
                 os.posix_fallocate(fd, 0, size)
             self.memory = mmap.mmap(fd, size)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         HEADER.pack_into(self.memory, 0, MAGIC, pid, SLOTS, clock_offset_ns)
