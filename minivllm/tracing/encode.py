@@ -145,7 +145,7 @@ def logged_span(item: LoggedSpan, detail: Detail, offset: int, place: str) -> st
         detail.own_kind or entry.kind,
         item.start_ns + offset,
         f'"endTimeUnixNano":"{item.end_ns + offset}",',
-        thread(page.thread_id, page.thread_name),
+        page.thread,
         place,
         own,
         more,

@@ -118,7 +118,7 @@ class TraceFiles:
         self._is_writing = True
         try:
             with self.log.whole() as data:
-                found = self._log_reader.ended(data)
+                found = [span for span in self._log_reader.spans(data) if span.end_ns]
             self._noted = self._noted + found
             self._log_reader.forget(found)
             write_ended()  # now the spool has all details of those

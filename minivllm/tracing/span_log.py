@@ -28,6 +28,9 @@ from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
+from minivllm.tracing import encode
 from minivllm.tracing.ended import write_ended
 from minivllm.tracing.mapped import MappedFile
 from minivllm.tracing.place import threads
@@ -161,8 +164,11 @@ def forget() -> None:
     use(None)
 
 
-class LoggedSpan(NamedTuple):
-    """An entry as a reader finds it. Times of the monotonic clock; end_ns is 0 while the span is open."""
+class LoggedSpan(msgspec.Struct, gc=False, frozen=True):
+    """An entry as a reader finds it. Times of the monotonic clock; end_ns is 0 while the span is open.
+
+    gc=False: there are many of them, and none refers to another.
+    """
 
     page: LoggedPage
     span_id: int
@@ -173,13 +179,16 @@ class LoggedSpan(NamedTuple):
 
 
 class LoggedPage(NamedTuple):
-    """The header of a page."""
+    """The header of a page.
+
+    Attributes:
+        thread: its attributes as OTLP/JSON, and a comma.
+    """
 
     resource: int
     first_id: int
-    thread_id: int
     trace_id: bytes
-    thread_name: str
+    thread: str
 
 
 class LogReader:
@@ -190,16 +199,12 @@ class LogReader:
         self._pages: list[int] = []  # offsets of pages that may still have something to say
         self._forgotten: dict[int, set[int]] = {}  # spans of each page, by its first id
 
-    def ended(self, data: bytes | mmap) -> list[LoggedSpan]:
-        """Spans that have ended, but for those forgotten; data: the whole file."""
+    def spans(self, data: bytes | mmap) -> list[LoggedSpan]:
+        """All spans but for those forgotten; data: the whole file."""
         end = len(data) // PAGE_BYTES * PAGE_BYTES
         self._pages += range(self._end, end, PAGE_BYTES)
         self._end = max(self._end, end)
-        return [span for span in self._spans(data) if span.end_ns]
-
-    def open(self, data: bytes | mmap) -> list[LoggedSpan]:
-        """Spans that have begun and not ended, as of the last call of ended()."""
-        return [span for span in self._spans(data) if not span.end_ns]
+        return list(self._spans(data))
 
     def forget(self, spans: list[LoggedSpan]) -> None:
         """Do not find these again."""
@@ -216,9 +221,8 @@ class LogReader:
             if len(forgotten) == ENTRIES:
                 done.append((at, first_id))
                 continue
-            page = LoggedPage(
-                resource, first_id, thread_id, trace_id, name.rstrip(b"\0").decode(errors="replace")
-            )
+            thread = encode.thread(thread_id, name.rstrip(b"\0").decode(errors="replace"))
+            page = LoggedPage(resource, first_id, trace_id, thread)
             # Not only up to the first that is empty: a signal handler takes the next one while this is being filled.
             entries = ENTRY.iter_unpack(data[at + PAGE.size : at + PAGE_BYTES])
             ids = itertools.count(first_id + FIRST_WORD, ENTRY_WORDS)

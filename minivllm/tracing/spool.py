@@ -62,7 +62,7 @@ class Text(msgspec.Struct, array_like=True, tag=2):
     text: str
 
 
-class Detail(msgspec.Struct, array_like=True):
+class Detail(msgspec.Struct, array_like=True, gc=False):
     """What there is to say of a span of the span log, besides its numbers there.
 
     Attributes:

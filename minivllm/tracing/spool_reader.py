@@ -24,6 +24,7 @@ from minivllm.tracing.spool import FRAME, Detail, Lot, Place, Resource, Text, de
 
 SPANS_PER_LINE = 128
 _NOWHERE = '{"key":"code.function.name","value":{"stringValue":"?"}}'
+_NOTHING = Detail(0)
 _UNKNOWN = Resource('{"attributes":[]}', 0, 0)
 
 
@@ -80,34 +81,32 @@ class SpoolReader:
 
     def logged_lines(self, logged: list[LoggedSpan]) -> Iterator[bytes]:
         """Lines of OTLP/JSON of spans of the log that have ended, with the details that were read of them."""
-        by_resource: dict[int, list[str]] = {}
+        spans: list[str] = []
+        resource, number = self._resource, -1
+        details, places, last_row = self._details, self._places, len(BY_INDEX)
         for span in logged:
-            if not 0 < span.row <= len(BY_INDEX):
+            if not 0 < span.row <= last_row:
                 continue  # of another version
-            detail = self._details.get(span.span_id) or Detail(span.span_id)
-            number = span.page.resource
-            resource = self._resources.get(number, self._resource)
-            place = self._places.get(span.row, _NOWHERE)
-            spans = by_resource.setdefault(number, [])
+            if span.page.resource != number or len(spans) >= SPANS_PER_LINE:
+                if spans:
+                    yield encode.line(resource.text, spans)
+                    spans = []
+                number = span.page.resource
+                resource = self._resources.get(number, self._resource)
+            detail = details.get(span.span_id, _NOTHING)
+            place = places.get(span.row, _NOWHERE)
             spans.append(encode.logged_span(span, detail, resource.clock_offset_ns, place))
-            if len(spans) >= SPANS_PER_LINE:
-                yield encode.line(resource.text, by_resource.pop(number))
-        for number, spans in by_resource.items():
-            yield encode.line(self._resources.get(number, self._resource).text, spans)
+        if spans:
+            yield encode.line(resource.text, spans)
 
     def forget(self, logged: list[LoggedSpan]) -> None:
         """Let go of the details of spans that have been given out."""
         for span in logged:
             self._details.pop(span.span_id, None)
 
-    def split(self, logged: list[LoggedSpan]) -> tuple[list[LoggedSpan], list[LoggedSpan]]:
-        """Those whose details are known to be all there, and those that a kill may have robbed of them."""
-        whole: list[LoggedSpan] = []
-        doubtful: list[LoggedSpan] = []
-        for span in logged:
-            is_whole = span.end_ns <= self.until_ns or span.span_id in self._details
-            (whole if is_whole else doubtful).append(span)
-        return whole, doubtful
+    def is_whole(self, span: LoggedSpan) -> bool:
+        """Whether it has ended, and no kill can have robbed it of its details."""
+        return 0 < span.end_ns <= self.until_ns or (span.end_ns != 0 and span.span_id in self._details)
 
     def in_short(self, span: LoggedSpan) -> TableEntry | None:
         """What the log alone says of a span."""
@@ -121,8 +120,7 @@ class SpoolReader:
             parent_span_id=f"{span.parent_id:016x}" if span.parent_id else "",
             start_ns=span.start_ns + offset_ns,
             end_ns=span.end_ns + offset_ns if span.end_ns else 0,
-            attributes=encode.thread(span.page.thread_id, span.page.thread_name)
-            + self._places.get(span.row, _NOWHERE),
+            attributes=span.page.thread + self._places.get(span.row, _NOWHERE),
         )
 
     def _bodies(self, data: bytes | mmap) -> Iterator[bytes]:
@@ -170,9 +168,11 @@ def read_process(spool: Path, log: Path) -> Found:
         spool_data = spool.read_bytes()
     except OSError:
         return Found([], 0, [])
-    ended, still_open = in_log.ended(log_data), in_log.open(log_data)
     lines = list(reader.lines(spool_data, []))
-    whole, doubtful = reader.split(ended)
+    whole: list[LoggedSpan] = []
+    rest: list[LoggedSpan] = []
+    for span in in_log.spans(log_data):
+        (whole if reader.is_whole(span) else rest).append(span)
     lines += reader.logged_lines(whole)
-    incomplete = [entry for span in (*doubtful, *still_open) if (entry := reader.in_short(span)) is not None]
+    incomplete = [entry for span in rest if (entry := reader.in_short(span)) is not None]
     return Found(lines, reader.damaged, incomplete)
