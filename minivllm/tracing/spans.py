@@ -219,13 +219,8 @@ class Span(msgspec.Struct, gc=False, eq=False):
             self.words[self.word + 3] = end_ns
 
 
-class _Live(Span, gc=False, eq=False):
-    """A span of the hot path that a live export gets as well."""
-
-    def end(self) -> None:
-        if not self.end_ns:
-            super().end()
-            recorder.give_on(self)
+class _Unhurried(Span, gc=False, eq=False):
+    """What leaves its block the readable way."""
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -237,11 +232,25 @@ class _Live(Span, gc=False, eq=False):
         if exc is not None:
             self.record_exception(exc)
         self.end()
+
+
+class _Live(_Unhurried, gc=False, eq=False):
+    """A span of the hot path that a live export gets as well."""
+
+    def end(self) -> None:
+        if not self.end_ns:
+            super().end()
+            recorder.give_on(self)
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc, tb)
         self.outer = None  # else a chain of spans that have ended
         write_ended()
 
 
-class _Cold(Span, gc=False, eq=False):
+class _Cold(_Unhurried, gc=False, eq=False):
     """A step of the lifecycle, one that start_span() began, or one where something may happen: few, and written at once."""
 
     def end(self) -> None:
@@ -265,17 +274,6 @@ class _Cold(Span, gc=False, eq=False):
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
         return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        thread = self.thread
-        thread.current = self.outer
-        if self.depth >= 0 and thread.board is not None:
-            thread.board.restore(self.depth)
-        if exc is not None:
-            self.record_exception(exc)
-        self.end()
 
 
 class _Root(_Cold, gc=False, eq=False):
