@@ -55,7 +55,12 @@ class Session:
         while not (re.search(text, self.screen) and self.shown.endswith(b"\x1b[J")):
             assert time.monotonic() < deadline, f"{text!r} did not appear in:\n{self.screen}"
             if select.select([self.fd], [], [], 0.2)[0]:
-                self.shown += os.read(self.fd, 65536)
+                try:
+                    self.shown += os.read(self.fd, 65536)
+                except OSError as error:
+                    raise AssertionError(
+                        f"it ended ({error}) before {text!r}, with:\n{self.screen}"
+                    ) from None
         return self.screen
 
     def settle(self, quiet_s: float = 0.06) -> str:
