@@ -209,7 +209,9 @@ def _step_live(live_step: bool | str, vllm_config: VllmConfig) -> LiveStep:
 
 
 _traced: dict[tuple[int, int], str | None] = {}
-"""Directories of the runs that are being traced, by process and span: recording ends with the last of them."""
+"""Directories of the runs that are being traced, by process and span: recording ends with the last of them.
+
+Other threads start and end engines, too, and so does the garbage collector: look at a copy."""
 
 
 def _start_trace(vllm_config: VllmConfig) -> tracing.Span:
@@ -230,7 +232,7 @@ def _start_trace(vllm_config: VllmConfig) -> tracing.Span:
         instance_id=vllm_config.instance_id,
     )
     if observability.trace_level != "off":
-        others = {there for (pid, _), there in _traced.items() if pid == os.getpid()}
+        others = {there for (pid, _), there in list(_traced.items()) if pid == os.getpid()}
         for there in others - {observability.trace_dir}:
             logger.warning(
                 "the engine that is traced in %s is still there: what this process does for it is recorded in %s from here on; "
@@ -247,7 +249,7 @@ def _end_trace(run: tracing.Span, vllm_config: VllmConfig) -> None:
     observability = vllm_config.observability_config
     if observability.trace_level != "off":
         _traced.pop((os.getpid(), run.span_id), None)
-        if any(pid == os.getpid() for pid, _ in _traced):
+        if any(pid == os.getpid() for pid, _ in list(_traced)):
             tracing.flush()  # another engine goes on
         else:
             tracing.shutdown()

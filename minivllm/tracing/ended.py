@@ -47,7 +47,7 @@ def write_ended(last: Span | None = None) -> None:
     the same ids, and counts once.
 
     Args:
-        last: a span that has ended and is not in the span log: a step of the lifecycle.
+        last: a span that has ended and is not in the span log.
     """
     if not ended and last is None:
         return
