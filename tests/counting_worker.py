@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -41,6 +43,9 @@ class CountingWorker(WorkerBase):
         raise ValueError(f"{method} was told to fail")
 
     def init_device(self) -> None:
+        if sys.stderr is not None:
+            # For a test that wants to know where a worker is.
+            faulthandler.register(signal.SIGUSR2)
         self._maybe_fail("init_device")
 
     def load_model(self) -> None:

@@ -37,9 +37,9 @@ SLACK_S = 0.5
 def start(**kwargs: Any) -> LLM:
     kwargs.setdefault("tensor_parallel_size", 2)
     kwargs.setdefault("max_model_len", 1000)
+    kwargs.setdefault("distributed_executor_backend", "mp")
     return LLM(
         worker_cls="counting_worker.CountingWorker",
-        distributed_executor_backend="mp",
         device="cpu",
         max_num_seqs=4,
         **kwargs,
@@ -291,6 +291,30 @@ def interrupted_between_sending_and_waiting() -> None:
     begun = time.monotonic()
     llm.shutdown()
     assert time.monotonic() - begun < 2, f"{time.monotonic() - begun:.2f} s"
+
+
+def _leave_to_other_threads(worker: object, number: int) -> None:
+    """From now on this signal interrupts no call of this thread, as if it always came just before one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+
+
+def signals_that_interrupt_no_call() -> None:
+    """A signal may come between the last look for one and a call that waits; nothing may wait on for that."""
+    llm = start(tensor_parallel_size=1, distributed_executor_backend="uni")
+    llm.collective_rpc(_leave_to_other_threads, args=(signal.SIGTERM,))
+    begun = time.monotonic()
+    llm.shutdown()
+    assert time.monotonic() - begun < 0.5 + SLACK_S, (
+        f"EngineCore ended after {time.monotonic() - begun:.2f} s"
+    )
+
+    llm = start()
+    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+    _leave_to_other_threads(None, signal.SIGINT)
+    begun = time.monotonic()
+    expect(KeyboardInterrupt, lambda: llm.collective_rpc("sleep", args=(5,)))
+    assert time.monotonic() - begun < 1 + SLACK_S, f"interrupted after {time.monotonic() - begun:.2f} s"
+    llm.shutdown()
 
 
 def rpc_timeout() -> None:

@@ -5,24 +5,30 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from minivllm import LLM
 
 
-def ask(what: str, call: Callable[[], object]) -> None:
-    """Call, and say what came of it and how long it took."""
+def ask(what: str, call: Callable[[], object], workers: Sequence[int] = ()) -> None:
+    """Call, and say what came of it and how long it took; of a call that is late, also where everybody was."""
     started = time.monotonic()
     try:
         answer = call()
     except TimeoutError as error:
         answer = f"TimeoutError: {error}"
+        if workers:
+            faulthandler.dump_traceback()
+            for pid in workers:
+                os.kill(pid, signal.SIGUSR2)
     print(f"{what} after {time.monotonic() - started:.2f} s: {answer}", flush=True)
 
 
@@ -33,10 +39,11 @@ def call_with_limits(llm: LLM, limit_s: float) -> None:
     ask("enter_step", lambda: llm.collective_rpc("enter_step", timeout=limit_s))
     abstract.HEALTH_TIMEOUT_S = limit_s
     executor = llm.llm_engine.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
+    workers = [worker.pid for worker in executor.workers]
     other = threading.Thread(target=llm.collective_rpc, args=("enter_step",))
     other.start()
     time.sleep(0.1)  # its call is the first of the two
-    ask("check_health", executor.check_health)
+    ask("check_health", executor.check_health, workers)
     other.join()
     ask("sleep", lambda: llm.collective_rpc("sleep", timeout=limit_s, args=(4 * limit_s,)))
 

@@ -35,6 +35,7 @@ SCENARIOS = [
     "shutdown_during_generate",
     "interrupted_generate_leaves_the_engine_usable",
     "interrupted_between_sending_and_waiting",
+    "signals_that_interrupt_no_call",
     "rpc_timeout",
     "twenty_starts_and_stops",
     "forked_child_cannot_use_or_end_the_engine",

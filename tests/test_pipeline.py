@@ -221,18 +221,22 @@ def test_an_exception_on_a_stage_reaches_the_caller(
 
 
 def overlapping_steps(directory: Path) -> tuple[int, int]:
-    """(steps of the first stage that began before the last stage had finished the step before, all such pairs)."""
-    spans = list(TraceStore.open(directory).spans(name="model.forward"))
-    by_stage: dict[tuple[int, int], Any] = {
-        (s.attributes["minivllm.pp_rank"], s.attributes["minivllm.step"]): s
-        for s in spans
-        if s.attributes["minivllm.step"] > 0
-    }
-    steps = sorted(step for stage, step in by_stage if stage == 0)
-    assert steps == sorted(step for stage, step in by_stage if stage == 1)
-    pairs = list(itertools.pairwise(steps))
-    overlapping = sum(by_stage[0, b].start_ns < by_stage[1, a].end_ns for a, b in pairs)
-    return overlapping, len(pairs)
+    """(steps of the first stage that began before the last stage had finished the step before, all such pairs).
+
+    The last stage has finished a step when it has sampled.
+    """
+    store = TraceStore.open(directory)
+    begun: dict[int, int] = {}
+    finished: dict[int, int] = {}
+    for span in [*store.spans(name="model.forward"), *store.spans(name="runner.sample_tokens")]:
+        step, stage = span.attributes["minivllm.step"], span.attributes["minivllm.pp_rank"]
+        if step > 0 and stage == 0 and span.name == "model.forward":
+            begun[step] = span.start_ns
+        if step > 0 and stage == 1:
+            finished[step] = max(span.end_ns, finished.get(step, 0))
+    assert sorted(begun) == sorted(finished)
+    pairs = list(itertools.pairwise(sorted(begun)))
+    return sum(begun[b] < finished[a] for a, b in pairs), len(pairs)
 
 
 def take_long(worker: Any) -> None:

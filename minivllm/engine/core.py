@@ -329,15 +329,25 @@ class EngineCoreProc(EngineCore):
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityRequest)
         # The failure callback comes from a thread of the executor; this wakes the loop out of its poll.
         self._wake_reader, self._wake_writer = os.pipe()
+        self._signal_reader, self._signal_writer = os.pipe()
+        os.set_blocking(self._signal_writer, False)
         self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._wake_reader, zmq.POLLIN)
+        for source in (socket, self._wake_reader, self._signal_reader):
+            self._poller.register(source, zmq.POLLIN)
         self._progress: tuple[list[str], list[int]] = [], []
         super().__init__(vllm_config, executor_class, self._on_executor_failure, self._on_progress)
         # The start-up heap lives as long as the process: no need to look through it again and again.
         gc.collect()
         gc.freeze()
         envs.enable_envs_cache()
+
+    def wake_on_signals(self) -> None:
+        """Let every signal that has a handler end a poll; in the main thread.
+
+        One that comes after the interpreter's last look for signals and before the kernel waits interrupts no call, and
+        its handler would run when the next message comes: for SIGTERM, mostly never.
+        """
+        signal.set_wakeup_fd(self._signal_writer, warn_on_full_buffer=False)
 
     def _on_executor_failure(self) -> None:
         os.write(self._wake_writer, b"\x00")
@@ -368,6 +378,9 @@ class EngineCoreProc(EngineCore):
             # Raises with the cause.
             self.model_executor.check_health()
             raise ExecutorFailedError("the executor has failed")
+        if self._signal_reader in ready:
+            # Its handler has run, and has not ended the process.
+            os.read(self._signal_reader, 4096)
 
     def _process_input(self) -> None:
         socket = self._socket
@@ -471,6 +484,7 @@ class EngineCoreProc(EngineCore):
             configure_logging()
             tracing.configure("engine_core")
             engine_core = EngineCoreProc(vllm_config, executor_class, socket)
+            engine_core.wake_on_signals()
             send_startup_message(socket, StartupMessage("ready", ready=engine_core.limits))
             engine_core.run_busy_loop()
         except BaseException as e:

@@ -64,6 +64,8 @@ _T = TypeVar("_T")
 OnProgress = Callable[[str], None]
 _PROGRESS_INTERVAL_MS = 100
 _LAST_WORDS_MS = 50
+# A signal that comes just before a wait begins does not interrupt it; its handler runs when Python is next at work.
+_LOOK_FOR_SIGNALS_MS = 250
 _KILL_AFTER_S = 2.0
 
 
@@ -485,7 +487,8 @@ class SyncMPClient(EngineCoreClient):
         resources = self.resources
         self._raise_if_dead()
         resources.waiting = True
-        ready = resources.poller.poll()
+        while not (ready := resources.poller.poll(_LOOK_FOR_SIGNALS_MS)):
+            pass
         if ready[0][0] is not resources.socket and not resources.socket.poll(_LAST_WORDS_MS):
             self._fail(resources.describe_death())
             self._raise_if_dead()

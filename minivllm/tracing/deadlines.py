@@ -13,23 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-_standing: Callable[[], float] | None = None
-_stood_s = 0.0  # under controllers that are gone
+# The controller's count of the seconds in which somebody has been standing, and those under controllers that are gone.
+# Replaced as a whole: a deadline that is set at that moment would otherwise be off by all of them.
+_stood: tuple[Callable[[], float] | None, float] = None, 0.0
 
 
 def deadline_clock() -> float:
     """Seconds since some moment, without those in which a process of a live step-through was standing."""
-    now = monotonic() - _stood_s
-    return now if _standing is None else now - _standing()
+    standing, stood_s = _stood
+    now = monotonic() - stood_s
+    return now if standing is None else now - standing()
 
 
 def stand_still_for(standing: Callable[[], float] | None) -> None:
     """From now on take off what this function says: how long somebody has been standing so far. None: nothing."""
-    global _standing, _stood_s
-    if _standing is not None:
-        # In this order the clock is set back for a moment, and no deadline passes too early.
-        _stood_s += _standing()
-    _standing = standing
+    global _stood
+    before, stood_s = _stood
+    _stood = standing, stood_s + (before() if before is not None else 0.0)
 
 
 class Patience:

@@ -47,8 +47,9 @@ class Gate:
         self._lock = threading.Lock()
         self._turns: dict[int, threading.Event] = {}
         self._free = False
-        self._held_since = 0.0
-        self._stopped_s = 0.0
+        # Replaced as a whole, so that whoever reads the clock meanwhile counts nothing twice: seconds until now, and
+        # since when somebody has been standing again (0: nobody is).
+        self._stood: tuple[float, float] = 0.0, 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(socket_address(address))
@@ -103,8 +104,8 @@ class Gate:
 
     def stopped_s(self) -> float:
         """Seconds in which some process of the run has been standing still."""
-        since = self._held_since
-        return self._stopped_s + (time.monotonic() - since if since else 0.0)
+        stood_s, since = self._stood
+        return stood_s + (time.monotonic() - since if since else 0.0)
 
     def close(self) -> None:
         """Say that this process ends in order."""
@@ -149,11 +150,11 @@ class Gate:
 
     def _hold(self, held: bool) -> None:
         now = time.monotonic()
-        if held and not self._held_since:
-            self._held_since = now
-        elif not held and self._held_since:
-            self._stopped_s += now - self._held_since
-            self._held_since = 0.0
+        stood_s, since = self._stood
+        if held and not since:
+            self._stood = stood_s, now
+        elif not held and since:
+            self._stood = stood_s + now - since, 0.0
 
 
 def socket_address(address: str) -> str:
