@@ -217,6 +217,34 @@ def test_no_deadline_runs_while_somebody_stands() -> None:
     assert "in executor.terminate_graceful; waits for ranks 0 and 1" in done.stdout
 
 
+def test_the_clock_of_deadlines_stands_quite_still() -> None:
+    """While somebody stands it says one number, so that a limit of 0 has passed at the next look; then it goes on from there."""
+    from minivllm.live_step.server import Server
+    from minivllm.tracing.deadlines import Patience, deadline_clock, stand_still_for
+    from minivllm.tracing.gate import Gate
+
+    server = Server()
+    gate = Gate(server.address)
+    begun, begun_real = deadline_clock(), time.monotonic()
+    try:
+        stand_still_for(gate.clock)
+        for _ in range(2):
+            gate._take({"held": True})
+            seen = {deadline_clock() for _ in range(20_000)}
+            assert len(seen) == 1
+            assert all(Patience(0.0).left() <= 0 for _ in range(1000))
+            time.sleep(0.1)
+            gate._take({"held": False})
+            assert seen.pop() <= deadline_clock()
+        stand_still_for(None)
+        lost = (time.monotonic() - begun_real) - (deadline_clock() - begun)
+        assert lost >= 0.2
+    finally:
+        stand_still_for(None)
+        gate.close_copy()
+        server.close()
+
+
 # Each `step` of somebody who comes to no next step takes 0.4 s.
 STAND = "until worker.get_kv_cache_spec@rank1; step rank0; step rank0; step rank0; step rank1"
 

@@ -179,7 +179,7 @@ def step_live(address: str) -> None:
         _gate = None
     if _gate is None and address:
         _gate = open_gate(address)
-        stand_still_for(_gate.stopped_s if _gate is not None else None)
+        stand_still_for(_gate.clock if _gate is not None else None)
     _apply(level)
 
 

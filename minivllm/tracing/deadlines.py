@@ -13,23 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-# The controller's count of the seconds in which somebody has been standing, and those under controllers that are gone.
-# Replaced as a whole: a deadline that is set at that moment would otherwise be off by all of them.
-_stood: tuple[Callable[[], float] | None, float] = None, 0.0
+# What time.monotonic() comes to on the clock of the step-through, and seconds that it stood under earlier ones. Replaced as
+# a whole: a deadline that is set at that moment would otherwise be off by all of them.
+_stood: tuple[Callable[[float], float] | None, float] = None, 0.0
 
 
 def deadline_clock() -> float:
     """Seconds since some moment, without those in which a process of a live step-through was standing."""
-    standing, stood_s = _stood
-    now = monotonic() - stood_s
-    return now if standing is None else now - standing()
+    clock, stood_s = _stood
+    now = monotonic()
+    return (now if clock is None else clock(now)) - stood_s
 
 
-def stand_still_for(standing: Callable[[], float] | None) -> None:
-    """From now on take off what this function says: how long somebody has been standing so far. None: nothing."""
+def stand_still_for(clock: Callable[[float], float] | None) -> None:
+    """From now on ask this function what a moment is without the time in which somebody was standing. None: nobody is."""
     global _stood
     before, stood_s = _stood
-    _stood = standing, stood_s + (before() if before is not None else 0.0)
+    if before is not None:
+        now = monotonic()
+        stood_s += now - before(now)
+    _stood = clock, stood_s
 
 
 class Patience:

@@ -102,10 +102,14 @@ class Gate:
             "attributes": {key: str(value) for key, value in said.items()},
         }
 
-    def stopped_s(self) -> float:
-        """Seconds in which some process of the run has been standing still."""
+    def clock(self, now: float) -> float:
+        """time.monotonic() without the seconds in which some process of the run has been standing.
+
+        While one is, it is the same number each time: a wait whose limit is 0 would otherwise look for the end of its
+        patience again and again.
+        """
         stood_s, since = self._stood
-        return stood_s + (time.monotonic() - since if since else 0.0)
+        return (since or now) - stood_s
 
     def close(self) -> None:
         """Say that this process ends in order."""
