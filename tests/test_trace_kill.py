@@ -129,6 +129,27 @@ def test_whoever_waits_has_written_everything(tmp_path: Path) -> None:
     assert [span.get("number") for span in store_of(tmp_path).spans("rpc.execute")] == list(range(20))
 
 
+def test_more_open_spans_than_the_table_has_room_for(tmp_path: Path) -> None:
+    """Those that find no slot are noted in the journal."""
+    result = run_script(
+        tmp_path,
+        """
+        import signal
+        from minivllm import tracing
+        tracing.configure("client", trace_dir=DIR, level="rpc")
+        spans = [tracing.start_span("request", number=number) for number in range(5000)]
+        for span in spans[::2]:
+            span.end()
+        spans += [tracing.start_span("request", number=number) for number in range(5000, 7000)]
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    assert result.returncode == -9, result.stderr
+    spans = store_of(tmp_path).spans("request")
+    assert len(spans) == 7000 == len({span.span_id for span in spans})
+    assert len([span for span in spans if span.unfinished]) == 4500
+
+
 def test_a_signal_handler_in_the_middle_of_it(tmp_path: Path) -> None:
     """It records, writes, and sometimes raises: nothing is lost and nothing is there twice."""
     result = run_script(

@@ -47,6 +47,8 @@ _SEQUENCES: Final = {
     "\x04": "end of input",
     "": "end of input",
 }
+# A signal (a new size, say) that comes just before a wait begins does not interrupt it; its handler runs after it.
+_LOOK_FOR_SIGNALS_S: Final = 0.25
 _ENTER: Final = "\x1b[?1049h\x1b[?25l"
 _LEAVE: Final = "\x1b[?25h\x1b[?1049l"
 
@@ -163,7 +165,9 @@ class Terminal:
     def key(self) -> str:
         """The next key: a character, one of the names above, or RESIZED."""
         while not self._pending:
-            ready, _, _ = select.select(self.descriptors, [], [])
+            ready, _, _ = select.select(self.descriptors, [], [], _LOOK_FOR_SIGNALS_S)
+            if not ready:
+                continue
             if self._resize_reader in ready:
                 os.read(self._resize_reader, 4096)
                 return RESIZED

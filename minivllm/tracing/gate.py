@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 THREAD_NAME: Final = "minivllm-live-step"
+# A signal that comes just before a wait begins does not interrupt it; its handler runs when Python is next at work.
+_LOOK_FOR_SIGNALS_S: Final = 0.25
 # A process can say that it has been started only when that is over.
 STEPS: Final = frozenset(
     name for name, entry in SPANS.items() if entry.level == LIFECYCLE and name != "worker.bootstrap"
@@ -75,7 +77,8 @@ class Gate:
             return
         started = time.monotonic()
         try:
-            turn.wait()
+            while not turn.wait(_LOOK_FOR_SIGNALS_S):
+                pass
         except BaseException:
             # A signal handler wants this thread elsewhere.
             self._send({"left": thread.native_id})

@@ -41,8 +41,8 @@ class OpenTable:
 
     A span takes a slot's number from `free` and packs OPEN_SLOT there; when it ends it stores the time into `ends`. Whoever
     has put the span into the spool gives the number back to `free`, and leaves the slot as it is. Slot numbers start at 1.
-    A full table drops what does not fit: such a span is still recorded, but a kill while it is open would lose it. The
-    mapping is never closed but left to the garbage collector, since a thread may just be writing to it.
+    What a full table has no room for goes to the start journal, at a system call each. The mapping is never closed but left
+    to the garbage collector, since a thread may just be writing to it.
 
     Attributes:
         free: a stack of numbers of slots that nobody uses.

@@ -546,7 +546,7 @@ def _start(
     _open[span_id] = item
     if root:
         parents.roots.append(item)
-    if entry.level == LIFECYCLE and recorder.files is not None:
+    if (entry.level == LIFECYCLE or not slot) and recorder.files is not None:
         with recorder.lock:
             if recorder.files is not None:
                 recorder.files.journal(item)
