@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from pathlib import Path
 
@@ -46,6 +47,26 @@ def test_arbitrary_tokens_give_the_text_of_the_whole(ids: list[int]) -> None:
     detokenizer = detokenize(ids)
     assert detokenizer.output_text == tokenizer().decode(ids)
     assert detokenizer.token_ids == ids
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2047), max_size=100), max_size=6),
+    st.sampled_from([[], ["ab"], ["e ", "\ufffd"]]),
+)
+def test_it_does_not_matter_how_many_tokens_come_at_once(lots: list[list[int]], stop: list[str]) -> None:
+    ids = list(itertools.chain.from_iterable(lots))
+    params = SamplingParams(max_tokens=4096, stop=stop)
+    one_by_one, by_lots = (IncrementalDetokenizer(tokenizer(), [5, 6], params) for _ in range(2))
+    found = [
+        next(filter(None, (each.update(lot, False) for lot in these)), None)
+        for each, these in ((one_by_one, [[token_id] for token_id in ids]), (by_lots, lots))
+    ]
+    one_by_one.finish()
+    by_lots.finish()
+    assert found[0] == found[1]
+    assert one_by_one.output_text == by_lots.output_text
+    assert one_by_one.token_ids == by_lots.token_ids
 
 
 @settings(max_examples=100, deadline=None)

@@ -220,10 +220,10 @@ def test_an_error_in_a_worker_reaches_the_caller_and_harms_nobody(llm: LLM) -> N
 
 def test_abort(llm: LLM) -> None:
     engine = llm.llm_engine
-    for name in ("x", "y"):
-        engine.add_request(
-            *engine.process_input(name, [1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True))
-        )
+    # With a stop string, so that the tokens of each step come when they are there.
+    for name, stop in (("x", ["no such text"]), ("y", None)):
+        params = SamplingParams(max_tokens=150, ignore_eos=True, stop=stop)
+        engine.add_request(*engine.process_input(name, [1, 2, 3], params))
     for _ in range(3):
         engine.step()
     aborted = engine.abort_requests(["x", "unknown"])
@@ -235,6 +235,18 @@ def test_abort(llm: LLM) -> None:
     assert outputs[0].outputs[0].token_ids == expected(
         [1, 2, 3], SamplingParams(max_tokens=150, ignore_eos=True)
     )
+    all_slots_become_free(llm)
+
+
+def test_tokens_come_as_soon_as_the_client_looks_for_stop_strings_in_them(llm: LLM) -> None:
+    engine = llm.llm_engine
+    stop = SamplingParams(max_tokens=30, ignore_eos=True, stop=["no such text"])
+    engine.add_request(*engine.process_input("z", [1, 2, 3], stop))
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+    assert steps >= 30
     all_slots_become_free(llm)
 
 

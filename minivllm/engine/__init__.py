@@ -67,7 +67,7 @@ class EngineCoreLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step brought for one request.
+    """What one step brought for one request, or several steps together (see held_outputs.py).
 
     Attributes:
         finish_reason: set in the last output of a request.
@@ -112,7 +112,7 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One message from EngineCore: the outputs of a step, or the answer to a utility call."""
+    """One message from EngineCore: the outputs of steps, the answer to a utility call, or both."""
 
     outputs: list[EngineCoreOutput] = []
     utility_output: UtilityOutput | None = None

@@ -47,6 +47,7 @@ from minivllm.engine.core_process import (
     say_goodbye,
     send_startup_message,
 )
+from minivllm.engine.held_outputs import HeldOutputs
 from minivllm.engine.input_processor import check_request
 from minivllm.engine.serial_utils import FunctionByValue, encode_exception, pickle_result
 from minivllm.exceptions import ExecutorFailedError
@@ -334,6 +335,7 @@ class EngineCoreProc(EngineCore):
         self._poller = zmq.Poller()
         for source in (socket, self._wake_reader, self._signal_reader):
             self._poller.register(source, zmq.POLLIN)
+        self._held_outputs = HeldOutputs()
         self._progress: tuple[list[str], list[int]] = [], []
         super().__init__(vllm_config, executor_class, self._on_executor_failure, self._on_progress)
         # The start-up heap lives as long as the process: no need to look through it again and again.
@@ -362,13 +364,12 @@ class EngineCoreProc(EngineCore):
         """Serve until an exception ends it: SystemExit on SIGTERM, anything else is a failure of the engine."""
         while True:
             if not self.has_work():
+                self._send_outputs(self._held_outputs.take())
                 # Blocks without a time-out: an idle engine uses no CPU.
                 self._poll()
             self._process_input()
             if self.has_work():
-                outputs = self.step_fn()
-                if outputs:
-                    self._send(EngineCoreOutputs(outputs))
+                self._send_outputs(self._held_outputs.add(self.step_fn()))
 
     def _poll(self) -> None:
         tracing.write_ended()
@@ -390,14 +391,18 @@ class EngineCoreProc(EngineCore):
             if kind == EngineCoreRequestType.ADD.value:
                 self._handle_add(payload)
             elif kind == EngineCoreRequestType.ABORT.value:
-                self.abort_requests(msgspec.msgpack.decode(payload, type=list[str]))
+                request_ids = msgspec.msgpack.decode(payload, type=list[str])
+                self.abort_requests(request_ids)
+                self._held_outputs.forget(request_ids)
             else:
                 self._handle_utility(payload)
 
     def _handle_add(self, payload: memoryview) -> None:
         try:
-            request = self.preprocess_add_request(self._request_decoder.decode(payload))
-            self.add_request(request)
+            request = self._request_decoder.decode(payload)
+            self.add_request(self.preprocess_add_request(request))
+            if request.sampling_params.stop:
+                self._held_outputs.watch(request.request_id)
         except (msgspec.MsgspecError, ValueError) as e:
             self._send(
                 EngineCoreOutputs(
@@ -425,7 +430,12 @@ class EngineCoreProc(EngineCore):
             output = UtilityOutput(request.call_id, True, encode_exception(e))
         else:
             output = UtilityOutput(request.call_id, False, result)
-        self._send(EngineCoreOutputs(utility_output=output))
+        # What was there before the call is with the client before the call's result.
+        self._send(EngineCoreOutputs(self._held_outputs.take(), output))
+
+    def _send_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        if outputs:
+            self._send(EngineCoreOutputs(outputs))
 
     def _send(self, outputs: EngineCoreOutputs) -> None:
         self._socket.send(self._encoder.encode(outputs))

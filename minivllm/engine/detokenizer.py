@@ -23,6 +23,7 @@ _PROMPT_TAIL = 6
 # Text that ends in an incomplete character is held back until it is complete; a model that produces nothing
 # but invalid bytes must not make the window grow for ever.
 _MAX_WINDOW = 256
+_AT_ONCE = 64
 
 
 class IncrementalDetokenizer:
@@ -81,12 +82,16 @@ class IncrementalDetokenizer:
             return None
         if stop_terminated and not self._include_stop:
             new_token_ids = new_token_ids[:-1]
+        if not self._stop:
+            for start in range(0, len(new_token_ids), _AT_ONCE):
+                self._decode_next(new_token_ids[start : start + _AT_ONCE])
+            return None
         num_tokens = len(self.token_ids) - len(new_token_ids)
         for token_id in new_token_ids:
             old_length = len(self.output_text)
-            self._decode_next(token_id)
+            self._decode_next([token_id])
             num_tokens += 1
-            if self._stop and num_tokens > self._min_tokens:
+            if num_tokens > self._min_tokens:
                 stop_string = self._cut_at_stop_string(old_length)
                 if stop_string is not None:
                     # Deviation from vLLM: tokens that came in the same step behind the stop string (accepted drafts)
@@ -110,8 +115,8 @@ class IncrementalDetokenizer:
             self._prefix_length = len(self._decode(self._prefix_offset, self._read_offset))
         return self._prefix_length
 
-    def _decode_next(self, token_id: int) -> None:
-        self._all_ids.append(token_id)
+    def _decode_next(self, token_ids: list[int]) -> None:
+        self._all_ids += token_ids
         text = self._decode(self._prefix_offset)
         prefix_length = self._known_prefix()
         num_ids = len(self._all_ids)

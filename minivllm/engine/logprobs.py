@@ -44,7 +44,9 @@ class LogprobsProcessor:
         if rows is not None and self.logprobs is not None and self.cumulative_logprob is not None:
             num_new = num_tokens - len(self.logprobs)
             self.logprobs.extend(self._positions(rows)[:num_new])
-            self.cumulative_logprob += sum(row[0] for row in rows.logprobs[:num_new])
+            # One by one: the sum is not to depend on how many come at once.
+            for row in rows.logprobs[:num_new]:
+                self.cumulative_logprob += row[0]
 
     def _positions(self, rows: EngineCoreLogprobs) -> list[dict[int, Logprob]]:
         decode = self._decode_token
