@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -419,15 +420,24 @@ def test_I4_futures_keep_the_order_and_any_may_be_asked_first() -> None:
 def test_I4_a_rank_goes_on_with_the_next_call_while_another_is_busy() -> None:
     """What fills a pipeline: rank 0 begins the second call before rank 1 has ended the first."""
 
-    def interval(worker: Any, slow: int) -> tuple[float, float]:
-        started = time.monotonic()
-        time.sleep(0.3 if worker.rank == slow else 0.01)
-        return started, time.monotonic()
+    def wait_for_the_other(worker: Any, flag: str, number: int) -> bool:
+        """On rank 1 the first call ends when rank 0 has begun the second."""
+        if worker.rank == 0 and number == 2:
+            open(flag, "w").close()
+        deadline = time.monotonic() + 20
+        while worker.rank == 1 and number == 1 and not os.path.exists(flag):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
 
-    with make_executor(tp=1, pp=2) as executor:
-        first = executor.collective_rpc(interval, args=(1,), non_block=True)
-        second = executor.collective_rpc(interval, args=(1,), non_block=True)
-        assert second.result()[0][0] < first.result()[1][1]
+    with make_executor(tp=1, pp=2) as executor, tempfile.TemporaryDirectory() as directory:
+        flag = f"{directory}/begun"
+        first, second = (
+            executor.collective_rpc(wait_for_the_other, args=(flag, number), non_block=True)
+            for number in (1, 2)
+        )
+        assert second.result() == first.result() == [True, True]
         assert executor.collective_rpc("identify", unique_reply_rank=executor.output_rank)[0] == 1
 
 

@@ -196,6 +196,35 @@ def test_sleepers_are_woken_at_once() -> None:
 
 
 @scenario(limit_s=40)
+def test_a_wait_gives_the_core_away_a_few_times_only() -> None:
+    """Each time costs a slice in the scheduler's books: who polls by yields is made to wait for long by whoever computes."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    hog = os.fork()
+    if hog == 0:
+        while True:
+            pass
+    yields: list[float] = []
+
+    def counted() -> None:
+        begun = time.monotonic()
+        os.sched_yield()
+        yields.append(time.monotonic() - begun)
+
+    wakeup._sched_yield = counted  # type: ignore[misc]
+    try:
+        with queue() as (_, (reader,)):
+            assert reader.buffer is not None
+            reader.buffer.readers_wake.spin_s = 1.0
+            with raises(TimeoutError):
+                reader.dequeue(timeout=2)
+    finally:
+        os.kill(hog, signal.SIGKILL)
+        os.waitpid(hog, 0)
+    long = [seconds for seconds in yields if seconds > 100 * wakeup.CROWDED_S]
+    assert 1 <= len(long) <= wakeup.MOST_YIELDS, yields[-20:]
+
+
+@scenario(limit_s=40)
 def test_an_idle_reader_uses_no_cpu() -> None:
     """C1, L35: neither while nothing comes, nor spinning after each of a few messages."""
     writer = MessageQueue(2, 2)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from minivllm.distributed.shm_sizes import LINE_BYTES, state_bytes
+from minivllm.distributed.wakeup import CROWDED_S
 from minivllm.tracing.deadlines import Patience
 
 WORDS: Final = LINE_BYTES // 8  # 8-byte words in a line
@@ -30,6 +31,9 @@ FAILED: Final = -1  # in the first word of a rank's line
 _PID: Final = 3  # index of the process id in a rank's line
 
 _SPIN_S: Final = 0.002
+_LOOKS: Final = range(4)  # between two yields
+# To somebody else, see wakeup.MOST_YIELDS; more than there, as what follows is no sleep that a peer can end.
+_MOST_YIELDS: Final = 10
 _LONGEST_SLEEP_S: Final = 0.0005
 _LOOK_FOR_DEATH_S: Final = 0.02
 
@@ -157,13 +161,18 @@ class ShmGroup:
     def _wait(self, index: int, value: int, peer_word: int) -> None:
         """Return when the word at `index` of the state is `value` or more; the peer at `peer_word` writes it."""
         state, monotonic, sched_yield = self._state, time.monotonic, os.sched_yield
-        start = monotonic()
-        while monotonic() - start < _SPIN_S and state[peer_word] != FAILED:
-            # The first rounds decide the latency of a decode step. A peer may need this very core, hence the yield.
-            for _ in range(64):
-                sched_yield()
+        start = now = monotonic()
+        yields = _MOST_YIELDS
+        # The first rounds decide the latency of a decode step. A peer may need this very core, hence the yield.
+        while yields and now - start < _SPIN_S and state[peer_word] != FAILED:
+            for _ in _LOOKS:
                 if state[index] >= value:
                     return
+            sched_yield()
+            after = monotonic()
+            if after - now > CROWDED_S:
+                yields -= 1
+            now = after
         pause, look, patience = 0.00002, start, Patience(self.timeout_s)
         while state[index] < value:
             now = monotonic()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minivllm.distributed.shm_broadcast import MessageDecodeError, MessageQueue, MessageQueueClosed
+from minivllm.distributed.wakeup import CROWDED_S, MOST_YIELDS
 from minivllm.exceptions import ExecutorFailedError, RemoteError
 from minivllm.executor.call import FAILURE, NO_RESPONSE, SUCCESS, SUCCESS_BY_VALUE, PendingCall
 from minivllm.executor.rank_report import RankReport
@@ -248,7 +249,7 @@ class Responses:
         index, words = self._done_index[rank], self._words
         started = now = _monotonic()
         patience = Patience(_LOST_S)
-        nap_s, look_at = _FIRST_NAP_S, 0.0
+        nap_s, look_at, yields = _FIRST_NAP_S, 0.0, MOST_YIELDS
         while True:
             word = words[index]
             if word >> SEQUENCE_BITS != self._failures[rank]:
@@ -266,8 +267,10 @@ class Responses:
             now = _monotonic()
             if stop is not None and deadline_clock() >= stop:
                 return False
-            if now - started < _SPIN_S:
+            if yields and now - started < _SPIN_S:
                 yield_core()
+                if _monotonic() - now > CROWDED_S:
+                    yields -= 1
                 continue
             if now >= look_at:
                 look_at = now + _LOOK_EVERY_S
