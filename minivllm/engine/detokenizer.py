@@ -23,6 +23,7 @@ _PROMPT_TAIL = 6
 # Text that ends in an incomplete character is held back until it is complete; a model that produces nothing
 # but invalid bytes must not make the window grow for ever.
 _MAX_WINDOW = 256
+# Tokens that are decoded together; so few that a lot which ends in half a character is never taken for endless invalid bytes.
 _AT_ONCE = 64
 
 
