@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import contextlib
 import os
 import pty
 import re
@@ -80,6 +81,10 @@ class Session:
                 pass
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
+                # What it has said between the last read and its end is still in the terminal.
+                with contextlib.suppress(OSError):
+                    while select.select([self.fd], [], [], 0)[0] and (rest := os.read(self.fd, 65536)):
+                        self.shown += rest
                 os.close(self.fd)
                 return os.waitstatus_to_exitcode(status)
             if time.monotonic() > deadline:
