@@ -113,7 +113,7 @@ environment_variables: dict[str, EnvVar] = {
     "MINIVLLM_MQ_MAX_CHUNK_BYTES": EnvVar(_integer(256), str(1 << 20), "slot size of a message queue, in bytes"),
     "MINIVLLM_MQ_MAX_CHUNKS": EnvVar(_integer(1), "10", "number of slots of a message queue"),
     "MINIVLLM_MQ_MAX_OVERFLOW_BYTES": EnvVar(_integer(0), str(256 << 20), "bytes of messages larger than a slot that may wait for readers"),
-    "MINIVLLM_MQ_SPIN_US": EnvVar(_number(0, 1e6), "200", "how long a waiting reader or writer polls before it sleeps, in microseconds"),
+    "MINIVLLM_MQ_SPIN_US": EnvVar(_number(0, 1e6), "200", "how long a waiting reader or writer polls at most before it sleeps, in microseconds"),
     "MINIVLLM_MQ_WARNING_INTERVAL_S": EnvVar(_limit_s, "60", "seconds between warnings that name a peer that is late"),
     "MINIVLLM_STARTUP_TIMEOUT_S": EnvVar(_limit_s, "600", "deadline for all workers to become ready, in seconds"),
     "MINIVLLM_EXECUTE_MODEL_TIMEOUT_S": EnvVar(_limit_s, "300", "deadline of one execute_model or sample_tokens, in seconds"),

@@ -4,7 +4,7 @@ vLLM 0.25.1: vllm/v1/engine/core.py (EngineCoreProc.process_output_sockets)
 Articles: part 1 intro
 
 Deviation from vLLM: there the outputs of each step leave at once, as a server shows them to its users. Here nobody
-sees a token before its request has ended, and a message wakes four threads of two processes, on cores that the workers need.
+sees a token before its request has ended, and a message wakes three threads in two processes, on cores that the workers need.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Articles: none
 `<role>-<pid>.spans` is the SpanLog: when each span of the hot path began and ended. `<role>-<pid>.spool` is the Spool: what
 else they have to say, and all other spans that have ended. `<role>-<pid>.jsonl` holds OTLP/JSON, one {"resourceSpans": …}
 a line: at a flush and at the end it gets what the two have, and they go. `<role>-<pid>.journal.jsonl` gets one
-line for the resource and one for each lifecycle span as it starts; the process holds a lock on it while it lives.
+line for the resource, one for each lifecycle span as it starts, and one for each that finds no room in the OpenTable; the
+process holds a lock on it while it lives.
 `<role>-<pid>.open` is the OpenTable: other spans that are open. Readers take a span from wherever it is. Where a killed
 process has left files of the same names, "-2" follows the pid.
 """
