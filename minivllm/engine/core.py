@@ -167,7 +167,7 @@ class EngineCore:
         if not self.scheduler.has_requests():
             return []
         if tracing.calls:
-            with tracing.span("engine_core.step"):
+            with tracing.hot_span("engine_core.step"):
                 return self._step()
         return self._step()
 
@@ -182,7 +182,7 @@ class EngineCore:
             The outputs of the oldest batch; nothing while the queue is being filled.
         """
         if tracing.calls:
-            with tracing.span("engine_core.step") as span:
+            with tracing.hot_span("engine_core.step") as span:
                 return self._step_with_batch_queue(span)
         return self._step_with_batch_queue(None)
 

@@ -69,9 +69,10 @@ class FutureWrapper(Future[Any]):
         if not self._call.done:
             limit = None if timeout is None else tracing.deadline_clock() + timeout
             responses = self._channel.responses
-            with tracing.span("future.result", method=self._call.method, seq=self._call.sequence) as step:
+            attributes = {"method": self._call.method, "seq": self._call.sequence}
+            with tracing.hot_span("future.result", attributes):
                 try:
-                    step.attributes["drained"] = responses.wait(self._call, limit)
+                    attributes["drained"] = responses.wait(self._call, limit)
                 except BaseException:
                     release_if_owned(responses.lock)
                     raise

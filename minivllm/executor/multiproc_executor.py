@@ -327,14 +327,14 @@ class MultiprocExecutor(Executor):
             "rpc.system.name": "minivllm",
             "rpc.method": name,
         }
-        with tracing.span("rpc.call", attrs=attrs) as span:
+        with tracing.hot_span("rpc.call", attrs) as span:
             call = self._submit(
                 method, timeout, args, kwargs, unique_reply_rank, kv_output_aggregator, span.context
             )
-            span.attributes["seq"] = call.sequence
+            attrs["seq"] = call.sequence
             if non_block:
                 return FutureWrapper(self._rpc, call)
-            with tracing.span("rpc.await_responses", seq=call.sequence, ranks=list(call.ranks)):
+            with tracing.hot_span("rpc.await_responses", {"seq": call.sequence, "ranks": list(call.ranks)}):
                 return self._rpc.result(call)
 
     # --- going down --------------------------------------------------------------------------------------------

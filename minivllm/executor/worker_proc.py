@@ -226,15 +226,17 @@ class WorkerProc:
             "rpc.system.name": "minivllm",
             "rpc.method": _name_of(method),
         }
-        with tracing.span("rpc.execute", parent=context, attrs=attrs):
+        with tracing.hot_span("rpc.execute", attrs, context):
             if tracing.messages:
-                with tracing.span("rpc.resolve_method", cached=method in methods):
+                with tracing.hot_span("rpc.resolve_method", {"cached": method in methods}):
                     func = methods.get(method) or self._resolve_method(methods, method)
             else:
                 func = methods.get(method) or self._resolve_method(methods, method)
             output = func(*args, **kwargs) if kwargs else func(*args)
             if replies:
-                with tracing.span("rpc.handle_output", seq=number, queued=self.use_async_scheduling):
+                with tracing.hot_span(
+                    "rpc.handle_output", {"seq": number, "queued": self.use_async_scheduling}
+                ):
                     self.handle_output(number, output)
 
     def _report(self, number: int, method: str | bytes | None, error: Exception, context: bytes) -> None:
@@ -270,7 +272,9 @@ class WorkerProc:
         if tracing.calls:
             # Asking the Enum would cost more than the span.
             status_name = "SUCCESS" if status == SUCCESS else "FAILURE"
-            with tracing.span("rpc.enqueue_output", parent=context, seq=number, status=status_name) as span:
+            with tracing.hot_span(
+                "rpc.enqueue_output", {"seq": number, "status": status_name}, context
+            ) as span:
                 try:
                     self.worker_response_mq.enqueue((number, status, output))
                 except by_value.CANNOT_PICKLE as error:

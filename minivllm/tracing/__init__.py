@@ -40,6 +40,7 @@ from minivllm.tracing.recorder import recorder as _recorder
 from minivllm.tracing.spans import (
     Span,
     current_span,
+    hot_span,
     instrument,
     pack_context,
     save_before_death,
@@ -75,6 +76,7 @@ __all__ = [
     "deadline_clock",
     "detach_board",
     "flush",
+    "hot_span",
     "instrument",
     "level",
     "messages",

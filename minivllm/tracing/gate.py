@@ -95,7 +95,7 @@ class Gate:
         while outer is not None:
             around.append(outer.spec.name)
             outer = outer.outer
-        said = item.attributes if item.spec is entry else {}
+        said = (item.attributes or {}) if item.spec is entry else {}
         return {
             "thread": thread.native_id,
             "thread_name": thread.name,

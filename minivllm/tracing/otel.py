@@ -44,7 +44,7 @@ def _readable(span: Span, resource: Resource) -> ReadableSpan:
         "code.function.name": place.function,
         "code.file.path": place.path,
         "code.line.number": place.line,
-        **_attributes(span.attributes),
+        **_attributes(span.attributes or {}),
     }
     return ReadableSpan(
         name=span.name,

@@ -53,7 +53,8 @@ _homeless = memoryview(bytearray(32)).cast("Q")  # where spans end whose log is 
 _next_id = context.new_span_ids().__next__
 
 # What a span of the hot path needs, together: they share lines of the cache, in which they rarely are.
-_hot: dict[str, SpanSpec] = {}  # recorded, above lifecycle, and seen before
+# Those recorded, above lifecycle, and seen before, with their index in the catalogue; negative: not shown on the board.
+_hot: dict[str, int] = {}
 _local = local
 _pack, _unpack = context.PACKED.pack, context.PACKED.unpack
 _now = monotonic_ns
@@ -69,7 +70,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
     """
 
     index: int  # in the catalogue
-    attributes: dict[str, Any]
+    attributes: dict[str, Any] | None
     thread: ThreadState
     outer: Span | None
     trace_id: bytes
@@ -79,8 +80,9 @@ class Span(msgspec.Struct, gc=False, eq=False):
     words: memoryview  # the unit of the span log where its entry is
     word: int  # where the entry begins; of a span that is not in the log: 0
     depth: int = -1
+    ended_ns: int = 0  # see end_ns
+    more: bool = False  # to say than attributes
     links: tuple[bytes, ...] = ()
-    end_ns: int = 0
     slot: int = 0  # in the open table, of a span that is not in the log
     own_kind: str = ""  # where it is another one than the catalogue's
     site: Site | None = None
@@ -106,9 +108,14 @@ class Span(msgspec.Struct, gc=False, eq=False):
         return self.site or _sites[self.spec.index] or NOWHERE
 
     @property
+    def end_ns(self) -> int:
+        """0 while the span is open. Of a span that its `with` has ended, the log alone has it."""
+        return self.ended_ns or (self.words[self.word + 3] if self.word else 0)
+
+    @property
     def recording(self) -> bool:
         """Whether this span will be written; use it to skip the computing of costly attributes."""
-        return self.start_ns != 0 and self.end_ns == 0
+        return self.start_ns != 0 and not self.end_ns
 
     @property
     def context(self) -> bytes:
@@ -130,17 +137,20 @@ class Span(msgspec.Struct, gc=False, eq=False):
             attributes.update(attrs)
         if self.events is None:
             self.events = []
+            self.more = True
         self.events.append((_now(), name, attributes))
 
     def link(self, packed: bytes) -> None:
         """Refer to a span elsewhere that is not the parent, such as the enqueue of the message just dequeued."""
         if packed:
             self.links = (*self.links, packed)
+            self.more = True
 
     def error(self, message: str) -> None:
         """Mark the step as failed without an exception."""
         self.status = STATUS_ERROR
         self.status_message = message
+        self.more = True
 
     def record_exception(self, exc: BaseException) -> None:
         """Mark the step as failed and keep type, message and traceback.
@@ -151,10 +161,10 @@ class Span(msgspec.Struct, gc=False, eq=False):
         if type(exc).__module__ not in ("builtins", "__main__"):
             name = f"{type(exc).__module__}.{name}"
         if not isinstance(exc, Exception):
-            self.attributes["ended_by"] = name
+            self.set(ended_by=name)
             return
         self.error(f"{name}: {exc}")
-        self.attributes["error.type"] = name
+        self.set({"error.type": name})
         stack = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
         self.event(
             "exception",
@@ -164,7 +174,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
     def end(self) -> None:
         """End the span, in any thread. Ending it again, or after shutdown(), does nothing."""
         if not self.end_ns:
-            end_ns = self.end_ns = _now()
+            end_ns = self.ended_ns = _now()
             self._keep_details()
             self.words[self.word + 3] = end_ns
 
@@ -177,7 +187,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
             _keep(
                 (
                     self.span_id,
-                    self.attributes,
+                    self.attributes or {},
                     self.links,
                     self.own_kind,
                     self.status,
@@ -185,8 +195,10 @@ class Span(msgspec.Struct, gc=False, eq=False):
                     self.events,
                 )
             )
-        elif self.links or self.attributes:
-            _keep((self.span_id, self.attributes, self.links))
+        elif self.links:
+            _keep((self.span_id, self.attributes or {}, self.links))
+        elif self.attributes:
+            _keep((self.span_id, self.attributes))
 
     def __enter__(self) -> Span:
         return self  # span() has entered it: a call that looks at all this again costs too much
@@ -207,13 +219,12 @@ class Span(msgspec.Struct, gc=False, eq=False):
             self.record_exception(exc)
             self.end()
             write_ended()
-        elif not self.end_ns:
-            # The body of end(), once more: a call less.
-            end_ns = self.end_ns = _now()
-            if self.own_kind or self.events or self.status:
+        elif not self.ended_ns:
+            # The body of end(), once more: a call less. Only the log knows the time: to set a field takes as long as all of this.
+            end_ns = _now()
+            if self.more:
+                self.ended_ns = end_ns
                 self._keep_details()
-            elif self.links:
-                _keep((self.span_id, self.attributes, self.links))
             elif self.attributes:
                 _keep((self.span_id, self.attributes))
             self.words[self.word + 3] = end_ns
@@ -237,6 +248,10 @@ class _Unhurried(Span, gc=False, eq=False):
 class _Live(_Unhurried, gc=False, eq=False):
     """A span of the hot path that a live export gets as well."""
 
+    @property
+    def end_ns(self) -> int:
+        return self.ended_ns  # its words may be nobody's
+
     def end(self) -> None:
         if not self.end_ns:
             super().end()
@@ -256,7 +271,7 @@ class _Cold(_Unhurried, gc=False, eq=False):
     def end(self) -> None:
         # Whoever takes it out of what is open has ended it.
         if _open.pop(self.span_id, None) is not None:
-            end_ns = self.end_ns = _now()
+            end_ns = self.ended_ns = _now()
             if self.slot and _table is not None:
                 _table.ends[self.slot] = end_ns
             write_ended(self)
@@ -351,20 +366,45 @@ def span(
     Raises:
         KeyError: the name is not in the catalogue (checked only while tracing is active).
     """
-    entry = _hot.get(name)
-    if entry is None:
-        if name not in _enabled:
-            if _level or _failpoints:
-                spec(name)
-            return NULL
-        if attrs is not None:
-            attributes.update(attrs)
-        return _cold_span(SPANS[name], sys._getframe(1), parent, links, kind, attributes)
     if attrs is not None:
         if attributes:
             attributes.update(attrs)
         else:
             attributes = attrs
+    if name not in _hot:
+        if name not in _enabled:
+            if _level or _failpoints:
+                spec(name)
+            return NULL
+        return _cold_span(SPANS[name], sys._getframe(1), parent, links, kind, attributes)
+    item = hot_span(name, attributes, parent)
+    if links:
+        item.links = links
+        item.more = True
+    if kind and kind != item.spec.kind:
+        item.own_kind = kind
+        item.more = True
+    return item
+
+
+def hot_span(name: str, attributes: dict[str, Any] | None = None, parent: bytes | None = None) -> Span:
+    """span() for the steps of each call and message: without keywords, which Python takes slowly, so a sixth quicker.
+
+    Args:
+        name: likewise.
+        attributes: as they are written: our own without a dot, the conventions' names with theirs. The span keeps this very
+            object. A span that began without any has None, so set() them, or assign the whole.
+        parent: likewise.
+    """
+    index = _hot.get(name)
+    if index is None:
+        if name not in _enabled:
+            if _level or _failpoints:
+                spec(name)
+            return NULL
+        if attributes is None:
+            attributes = {}
+        return _cold_span(SPANS[name], sys._getframe(1), parent, (), "", attributes)
     thread = _local.thread
     outer = thread.current
     if parent:
@@ -375,43 +415,30 @@ def span(
     else:
         trace_id, parent_id = parents.find(None, name)
     # No call between these lines, but the one of turn_page(): a signal handler may record spans, too.
+    word = thread.word
     if trace_id != thread.trace_id:
         word = turn_page(thread, trace_id)
     else:
-        word = thread.word
         thread.word = word + 4
         if word >= thread.end:
             word = turn_page(thread, trace_id)
     words = thread.words
     span_id = thread.first_id + word
-    words[word + 1] = parent_id
-    words[word + 2] = entry.index
     depth = -1
-    board = thread.board
-    if board is not None and entry.level <= RPC:
+    if index < 0:
+        index = -index
+    elif (board := thread.board) is not None:
         # The body of Board.push(), once more: a call less.
         depth = board.open
         if depth < MAX_DEPTH:
-            board.steps[depth] = entry.index
+            board.steps[depth] = index
         board.open = depth + 1
+    words[word + 1] = parent_id
+    words[word + 2] = index
     start_ns = words[word] = _now()
-    item = _make(
-        entry.index,
-        attributes,
-        thread,
-        outer,
-        trace_id,
-        span_id,
-        parent_id,
-        start_ns,
-        words,
-        word,
-        depth,
-        links,
+    item = thread.current = _make(
+        index, attributes, thread, outer, trace_id, span_id, parent_id, start_ns, words, word, depth
     )
-    if kind and kind != entry.kind:
-        item.own_kind = kind
-    thread.current = item
     return item
 
 
@@ -442,7 +469,7 @@ def _make_hot(entry: SpanSpec, site: Site) -> None:
         if _spool is not None:
             _spool.place(entry.index, site)
     if entry.name not in _halts:
-        _hot[entry.name] = entry
+        _hot[entry.name] = entry.index if entry.level <= RPC else -entry.index
 
 
 def _step(entry: SpanSpec, thread: ThreadState, attributes: dict[str, Any], kind: str) -> Span:
@@ -536,9 +563,8 @@ def _start(
         start_ns,
         _homeless,
         0,
-        -1,
-        links,
     )
+    item.links = links
     item.slot = slot
     item.site = site
     if kind != entry.kind:
@@ -568,7 +594,7 @@ def instrument(name: str, **attributes: Any) -> Callable[[F], F]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if name in _hot:
-                with span(name, **attributes) if attributes else span(name):
+                with hot_span(name, attributes.copy() if attributes else None):
                     return function(*args, **kwargs)
             if name not in _enabled:
                 return function(*args, **kwargs)
@@ -673,7 +699,7 @@ def move_open_spans() -> None:
             _table.release(item.slot)
             item.slot = 0
         elif item.word:
-            item.own_kind = item.kind  # the way through _keep_details(), which finds it homeless
+            item.more = True  # the way through _keep_details(), which finds it homeless
             item.words, item.word = _homeless, 0
 
 
@@ -685,7 +711,7 @@ def forget() -> None:
     parents.forget(context.unpack(packed) if packed else None)
     for item in open_spans():
         item.slot = 0
-        item.end_ns = item.start_ns  # the parent's to end
+        item.ended_ns = item.start_ns  # the parent's to end
     threads.clear()
     _local.renew()  # without the board: that line is the parent's
     _ended.forget()

@@ -108,7 +108,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         if tracing.calls:
-            with tracing.span("scheduler.schedule") as span:
+            with tracing.hot_span("scheduler.schedule") as span:
                 output = self._schedule()
                 span.attributes = {
                     "step": output.step,
@@ -285,7 +285,7 @@ class Scheduler:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
         if tracing.calls:
-            with tracing.span("scheduler.update_from_output") as span:
+            with tracing.hot_span("scheduler.update_from_output") as span:
                 if self.spec_decoding_stats is not None:
                     drafts_before = self.spec_decoding_stats.num_draft_tokens
                     accepted_before = self.spec_decoding_stats.num_accepted_tokens

@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import torch
@@ -56,17 +56,22 @@ class BatchExecutionDescriptor:
     Attributes:
         num_tokens: of the padded batch.
         longest: FULL only: tokens of the longest request that it serves.
+        text: the same for a reader; made once, since each step's span says it.
     """
 
     mode: CUDAGraphMode
     num_tokens: int = 0
     longest: int = 0
+    text: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        limit = f", {self.longest} tokens each" if self.longest else ""
+        eager = self.mode is CUDAGraphMode.NONE
+        text = "none: eager" if eager else f"{self.mode.name} of {self.num_tokens}{limit}"
+        object.__setattr__(self, "text", text)
 
     def __str__(self) -> str:
-        if self.mode is CUDAGraphMode.NONE:
-            return "none: eager"
-        limit = f", {self.longest} tokens each" if self.longest else ""
-        return f"{self.mode.name} of {self.num_tokens}{limit}"
+        return self.text
 
 
 EAGER: Final = BatchExecutionDescriptor(CUDAGraphMode.NONE)

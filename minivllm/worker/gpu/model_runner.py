@@ -251,8 +251,8 @@ class GPUModelRunner:
             None: sample_tokens comes next. Hidden states: likewise, and they are for the next pipeline stage. An empty
             output: there was nothing to compute.
         """
-        with tracing.span("runner.execute_model") if tracing.calls else NO_SPAN as step:
-            with tracing.span("runner.update_states") if tracing.calls else NO_SPAN as s:
+        with tracing.hot_span("runner.execute_model") if tracing.calls else NO_SPAN as step:
+            with tracing.hot_span("runner.update_states") if tracing.calls else NO_SPAN as s:
                 self.update_states(scheduler_output)
                 if tracing.calls:
                     s.attributes = {
@@ -263,7 +263,7 @@ class GPUModelRunner:
                     }
             if not scheduler_output.num_scheduled_tokens:
                 return ModelRunnerOutput()
-            with tracing.span("runner.prepare_inputs") if tracing.calls else NO_SPAN as s:
+            with tracing.hot_span("runner.prepare_inputs") if tracing.calls else NO_SPAN as s:
                 batch = make_input_batch(
                     scheduler_output.num_scheduled_tokens,
                     self.req_states,
@@ -283,8 +283,9 @@ class GPUModelRunner:
             if intermediate_tensors is not None:
                 intermediate_tensors.wait_for_comm()
             with (
-                tracing.span(
-                    "model.forward", graph=str(graph), step=scheduler_output.step, pp_rank=self.pp_rank
+                tracing.hot_span(
+                    "model.forward",
+                    {"graph": graph.text, "step": scheduler_output.step, "pp_rank": self.pp_rank},
                 )
                 if tracing.calls
                 else NO_SPAN,
@@ -320,8 +321,9 @@ class GPUModelRunner:
         batch, hidden_states, step_number = self.execute_model_state
         self.execute_model_state = None
         with (
-            tracing.span(
-                "runner.sample_tokens", step=step_number, pp_rank=self.pp_rank, num_reqs=batch.num_reqs
+            tracing.hot_span(
+                "runner.sample_tokens",
+                {"step": step_number, "pp_rank": self.pp_rank, "num_reqs": batch.num_reqs},
             )
             if tracing.calls
             else NO_SPAN as step
@@ -346,7 +348,7 @@ class GPUModelRunner:
                 prompt_logprobs,
                 self.output_copy_stream,
             )
-            with tracing.span("runner.postprocess") if tracing.calls else NO_SPAN:
+            with tracing.hot_span("runner.postprocess") if tracing.calls else NO_SPAN:
                 post_update(
                     batch, self.req_states, sampler_output.sampled_token_ids, sampler_output.num_rejected
                 )
@@ -356,7 +358,7 @@ class GPUModelRunner:
                     self.pp_handler.broadcast(batch, sampler_output, draft_tokens)
             if tracing.calls:
                 sampled = batch.num_reqs if batch.all_sampled else int(batch.is_sampled_np.sum())
-                step.attributes["sampled"] = sampled
+                step.set(sampled=sampled)
         return output
 
     def sample(
