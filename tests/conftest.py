@@ -124,6 +124,7 @@ class ByFile(LoadFileScheduling):
         return next((files[0] for files in self.TOGETHER if file.endswith(files)), file)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 

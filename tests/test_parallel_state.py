@@ -277,6 +277,48 @@ def test_a_failed_peer_is_told(two: SpawnedWorkers) -> None:
     two.call(leave)
 
 
+def wait_on_one_core(rank: int, worker: Any) -> list[float]:
+    """Three ranks wait a second for the last one, all on one core; returns how long each yield of this rank took."""
+    import torch
+
+    from minivllm.distributed import parallel_state
+
+    group = parallel_state.get_tp_group()
+    sched_yield, cores = os.sched_yield, os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yields: list[float] = []
+
+    def counted() -> None:
+        begun = time.monotonic()
+        sched_yield()
+        yields.append(time.monotonic() - begun)
+
+    parallel_state.get_world_group().barrier()
+    if rank == 3:
+        time.sleep(1)
+    os.sched_yield = counted
+    try:
+        group.all_reduce(torch.ones(4))
+    finally:
+        os.sched_yield = sched_yield
+        os.sched_setaffinity(0, cores)
+    return yields
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no way to keep processes on one core")
+def test_ranks_that_wait_give_the_core_away_a_few_times_only(four: SpawnedWorkers) -> None:
+    """As in test_shm_broadcast_processes: to each other here, each charged for it as for a slice of work."""
+    from minivllm.distributed import shm_group
+    from minivllm.distributed.wakeup import CROWDED_S
+
+    four.call(join, 4, rendezvous())
+    for yields in four.call(wait_on_one_core)[:3]:
+        taken_up = [seconds for seconds in yields if seconds > CROWDED_S]
+        # A wait for each of the three others.
+        assert 1 <= len(taken_up) <= 3 * shm_group._MOST_YIELDS, yields[-20:]
+    four.call(leave)
+
+
 def test_layers_of_pipeline_stages() -> None:
     assert [get_pp_indices(4, r, 2) for r in range(2)] == [(0, 2), (2, 4)]
     assert [get_pp_indices(4, r, 3) for r in range(3)] == [(0, 1), (1, 3), (3, 4)]

@@ -220,7 +220,7 @@ def test_source_that_has_changed_is_marked_and_the_call_is_found() -> None:
     )
     moved = find_place("rpc.execute", path, 3, function)
     there = find_place("rpc.execute", path, moved.line, function)
-    assert "tracing.span(" in moved.lines[moved.line - 1], (
+    assert "tracing.hot_span(" in moved.lines[moved.line - 1], (
         "the first line of the call, not the one with the name"
     )
     assert "changed since the recording" in moved.note and "line 3" in moved.note
