@@ -227,6 +227,40 @@ def test_a_wait_gives_the_core_away_a_few_times_only() -> None:
 
 
 @scenario(limit_s=40)
+def test_who_shares_a_core_moves_to_another() -> None:
+    """At once when it has been alone before, and ever more rarely where it does not help; the set of allowed cores stays."""
+    from minivllm.distributed.shared_core import SharedCore, current_core
+
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if current_core is None or len(allowed) < 2:
+        pytest.skip("one core, or a platform on which a thread cannot choose")
+    here = min(allowed)
+    os.sched_setaffinity(0, {here})
+    os.sched_setaffinity(0, allowed)
+    core, now = SharedCore(), 100.0
+    for _ in range(19):
+        core.taken_up(now)
+    assert core.moves == 0, "a few yields are nothing yet"
+    for _ in range(41):
+        core.taken_up(now)
+    assert core.moves == 1 and current_core() != here
+    assert os.sched_getaffinity(0) == allowed
+    # A second of company that nothing helps against.
+    for number in range(1000):
+        core.taken_up(now + number / 1000)
+    assert 2 <= core.moves <= 7
+    before = core.moves
+    for _ in range(60):
+        core.taken_up(now + 2)
+    assert core.moves == before + 1, "alone for a second, and then not"
+    # With a single core there is nowhere to go.
+    os.sched_setaffinity(0, {here})
+    for _ in range(60):
+        core.taken_up(now + 4)
+    assert core.moves == before + 1 and os.sched_getaffinity(0) == {here}
+
+
+@scenario(limit_s=40)
 def test_an_idle_reader_uses_no_cpu() -> None:
     """C1, L35: neither while nothing comes, nor spinning after each of a few messages."""
     writer = MessageQueue(2, 2)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from minivllm.distributed.shared_core import SharedCore
 from minivllm.tracing.deadlines import deadline_clock
 from minivllm.tracing.ended import ended, write_ended
 
@@ -158,6 +159,7 @@ class SpinCondition:
             if after - now > CROWDED_S:
                 _checks = _CROWDED
                 yields -= 1
+                shared_core.taken_up(after)
             else:
                 _checks = _ALONE
             for _ in _checks:
@@ -209,6 +211,7 @@ CROWDED_S: Final = 2e-6  # a yield to nobody takes less than 1 µs, one to anoth
 # has run up a debt gets nothing until others have used as much. Linux 6.18, four processes on a core that yield so often before
 # they sleep: when two others begin to compute, they stand still for 570 ms after 200 yields, 63 after 20, 35 after 10, 20 after 5.
 MOST_YIELDS: Final = 5
+shared_core: Final = SharedCore()
 _checks = _ALONE  # looks between two yields, for all waits of this process
 
 

@@ -1,0 +1,75 @@
+"""Leaving a core that two processes share while they wait for each other by turns.
+
+vLLM 0.25.1: no counterpart
+Articles: none
+
+Two processes of which one always waits for the other never run at the same time, and so the scheduler sees no harm in
+having both on one core, where each message costs two switches between them. Where a virtual machine does not say which
+cores share a cache, Linux wakes nobody elsewhere, and they stay there for seconds beside a core that has nothing to do. Seen
+with Linux 6.18 on two cores, in every third run: a round trip of 10.5 µs in place of 3.2.
+
+Whoever polls notices: its yields are taken up. Then it moves, without asking where there is room, since that takes longer
+than to try. With more busy processes than cores that helps nobody, so the next attempt comes four times as late, up to a second;
+who has been alone since then may try at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections.abc import Callable
+from typing import Final
+
+_FIRST_PAUSE_S: Final = 0.0005
+_LONGEST_PAUSE_S: Final = 1.0
+_ALONE_S: Final = 0.005  # without a yield that somebody took up
+
+current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+"""The core that the calling thread is on; None where nobody can tell, or change it."""
+if not hasattr(os, "sched_setaffinity"):
+    current_core = None
+
+
+class SharedCore:
+    """What this process has seen of others on its core.
+
+    Attributes:
+        moves: how often a thread of this process has left its core.
+    """
+
+    __slots__ = ("_enough", "_last", "_pause_s", "_seen", "_try_at", "moves")
+
+    def __init__(self) -> None:
+        # At random, since the other one sees the same: both at once would meet again on the next core.
+        self._enough = random.randrange(20, 60)
+        self._seen = 0
+        self._last = self._try_at = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self.moves = 0
+
+    def taken_up(self, now: float) -> None:
+        """Somebody else ran on this core when the calling thread yielded; now: time.monotonic()."""
+        if now - self._last > _ALONE_S:
+            self._seen, self._try_at, self._pause_s = 0, 0.0, _FIRST_PAUSE_S
+        self._last = now
+        self._seen += 1
+        if self._seen < self._enough or now < self._try_at:
+            return
+        self._seen = 0
+        self._pause_s = min(4 * self._pause_s, _LONGEST_PAUSE_S)
+        self._try_at = now + self._pause_s * random.uniform(1, 2)
+        self._move()
+
+    def _move(self) -> None:
+        if current_core is None:
+            return
+        try:
+            allowed = os.sched_getaffinity(0)
+            elsewhere = allowed - {current_core()}
+            if elsewhere:
+                os.sched_setaffinity(0, elsewhere)
+                os.sched_setaffinity(0, allowed)  # where it may run later is not for a queue to say
+                self.moves += 1
+        except OSError:
+            self._try_at = float("inf")  # a container that does not let us
