@@ -266,7 +266,7 @@ def markdown(report: dict[str, Any]) -> str:
         *(
             [
                 '"copies alone" is no queue: one copy into shared memory, a flag, and a copy out of it by each reader, who polls',
-                "without end. With 1 MB they are most of what a message takes, and with more processes than cores nobody does better.",
+                "without end. Large messages can be quicker than that, since here readers begin before the writer has ended.",
                 "",
             ]
             if "copies alone" in report["channels"]
