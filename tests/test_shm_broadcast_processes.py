@@ -252,7 +252,7 @@ def test_who_shares_a_core_moves_to_another() -> None:
     before = core.moves
     for _ in range(60):
         core.taken_up(now + 2)
-    assert core.moves == before + 1, "alone for a second, and then not"
+    assert core.moves == before + 1, "alone for a second, and then not, so at once"
     # With a single core there is nowhere to go.
     os.sched_setaffinity(0, {here})
     for _ in range(60):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -41,8 +42,7 @@ class SharedCore:
     __slots__ = ("_enough", "_last", "_pause_s", "_seen", "_try_at", "moves")
 
     def __init__(self) -> None:
-        # At random, since the other one sees the same: both at once would meet again on the next core.
-        self._enough = random.randrange(20, 60)
+        self._enough = _some()
         self._seen = 0
         self._last = self._try_at = 0.0
         self._pause_s = _FIRST_PAUSE_S
@@ -56,7 +56,7 @@ class SharedCore:
         self._seen += 1
         if self._seen < self._enough or now < self._try_at:
             return
-        self._seen = 0
+        self._seen, self._enough = 0, _some()
         self._pause_s = min(4 * self._pause_s, _LONGEST_PAUSE_S)
         self._try_at = now + self._pause_s * random.uniform(1, 2)
         self._move()
@@ -67,9 +67,17 @@ class SharedCore:
         try:
             allowed = os.sched_getaffinity(0)
             elsewhere = allowed - {current_core()}
-            if elsewhere:
+            if not elsewhere:
+                return
+            try:
                 os.sched_setaffinity(0, elsewhere)
+            finally:
                 os.sched_setaffinity(0, allowed)  # where it may run later is not for a queue to say
-                self.moves += 1
+            self.moves += 1
         except OSError:
-            self._try_at = float("inf")  # a container that does not let us
+            self._enough = sys.maxsize  # a container that does not let us
+
+
+def _some() -> int:
+    # At random, since the other one sees the same: both at once would meet again on the next core.
+    return random.randrange(20, 60)

@@ -298,7 +298,7 @@ def markdown(report: dict[str, Any]) -> str:
 def svg(report: dict[str, Any]) -> str:
     """A panel per number of readers, both axes logarithmic."""
     panels = list(report["p50_us"].items())
-    width, height, left, top, gap = 250, 230, 56, 34, 24
+    width, height, left, top, gap = 250, 230, 56, 34, 48
     values = [v for _, sizes in panels for channels in sizes.values() for v in channels.values()]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     sizes = [int(size) for size in panels[0][1]]
