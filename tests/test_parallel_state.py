@@ -308,14 +308,13 @@ def wait_on_one_core(rank: int, worker: Any) -> list[float]:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no way to keep processes on one core")
 def test_ranks_that_wait_give_the_core_away_a_few_times_only(four: SpawnedWorkers) -> None:
     """As in test_shm_broadcast_processes: to each other here, each charged for it as for a slice of work."""
-    from minivllm.distributed import shm_group
     from minivllm.distributed.wakeup import CROWDED_S
 
     four.call(join, 4, rendezvous())
     for yields in four.call(wait_on_one_core)[:3]:
         taken_up = [seconds for seconds in yields if seconds > CROWDED_S]
-        # A wait for each of the three others.
-        assert 1 <= len(taken_up) <= 3 * shm_group._MOST_YIELDS, yields[-20:]
+        # Ten in a wait for each of the three others; without the limit 280.
+        assert 1 <= len(taken_up) <= 30, yields[-20:]
     four.call(leave)
 
 
