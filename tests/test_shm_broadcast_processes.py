@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from mq_helpers import Peer, cpu_seconds, queue
-from scenario import own_segments, raises, scenario, slack, wait_until
+from scenario import Skip, own_segments, raises, scenario, slack, wait_until
 
 from minivllm.distributed import shm_segment, wakeup
 from minivllm.distributed.shm_broadcast import Handle, MessageQueue, MessageQueueClosed
@@ -199,7 +199,7 @@ def test_sleepers_are_woken_at_once() -> None:
 def test_a_wait_gives_the_core_away_a_few_times_only() -> None:
     """Each time costs a slice in the scheduler's books: who polls by yields is made to wait for long by whoever computes."""
     if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("this platform has no way to keep two processes on one core")
+        raise Skip("this platform has no way to keep two processes on one core")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     hog = os.fork()
     if hog == 0:
@@ -233,7 +233,7 @@ def test_who_shares_a_core_moves_to_another() -> None:
 
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if current_core is None or len(allowed) < 2:
-        pytest.skip("one core, or a platform on which a thread cannot choose")
+        raise Skip("one core, or a platform on which a thread cannot choose")
     here = min(allowed)
     os.sched_setaffinity(0, {here})
     os.sched_setaffinity(0, allowed)
