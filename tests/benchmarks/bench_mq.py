@@ -48,7 +48,7 @@ def runs(size: int, crowd: bool) -> int:
 class Copies:
     """A copy into shared memory, a flag, and a copy out of it by each reader: what the machine needs, and no queue.
 
-    Nobody sleeps, nothing is pickled, and there is one message at a time.
+    Nobody sleeps, nothing is pickled, there is one message at a time and no fence.
     """
 
     HEADER, SLOTS, SLOT_BYTES = 4096, 10, 1 << 20
