@@ -53,6 +53,39 @@ def test_a_span_keeps_what_it_was_given(tmp_path: Path) -> None:
     assert span.attributes["code.function.name"].endswith("test_a_span_keeps_what_it_was_given")
 
 
+def test_a_span_of_the_hot_path_is_like_any_other(tmp_path: Path) -> None:
+    """The first of its name takes the other way in; what it is given, adds, meets and leads to must be the same."""
+    memory = memoryview(bytearray(board.BOARD_BYTES))
+    with recording(tmp_path, "message"), tracing.span("run") as run:
+        tracing.attach_board(memory)
+        for number in range(3):
+            given = {"seq": number, "rpc.method": "echo"}
+            with tracing.hot_span("rpc.call", given) as call, tracing.hot_span("mq.enqueue") as sent:
+                assert call.recording and sent.recording and not call.end_ns
+                given["late"] = True
+                assert board.read_board(memory) == ["run", "rpc.call"], "messages are not shown there"
+                sent.set(bytes=5)
+                sent.link(run.context)
+            assert call.end_ns > call.start_ns and not call.recording
+            call.end()
+            with (
+                pytest.raises(ValueError, match="no such"),
+                tracing.hot_span("rpc.execute", None, call.context),
+            ):
+                raise ValueError("no such method")
+        tracing.detach_board()
+    store = store_of(tmp_path)
+    calls, sends = store.spans("rpc.call"), store.spans("mq.enqueue")
+    executions = store.spans("rpc.execute")
+    for number, (call_span, send, execution) in enumerate(zip(calls, sends, executions, strict=True)):
+        assert (call_span.get("seq"), call_span.get("late")) == (number, True)
+        assert call_span.attributes["rpc.method"] == "echo"
+        assert store.parent(send) is call_span and store.parent(execution) is call_span
+        assert send.get("bytes") == 5 and [link.span_id for link in send.links] == [store.root.span_id]
+        assert execution.is_error and execution.attributes["error.type"] == "ValueError"
+        assert not call_span.unfinished and call_span.end_ns >= send.end_ns
+
+
 def test_file_is_otlp_json(tmp_path: Path) -> None:
     with recording(tmp_path), tracing.span("run", n=1 << 70, x=0.5, far=float("inf"), raw=b"ab", d={"k": 1}):
         pass
