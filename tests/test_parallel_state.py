@@ -311,10 +311,10 @@ def test_ranks_that_wait_give_the_core_away_a_few_times_only(four: SpawnedWorker
     from minivllm.distributed.wakeup import CROWDED_S
 
     four.call(join, 4, rendezvous())
-    for yields in four.call(wait_on_one_core)[:3]:
-        taken_up = [seconds for seconds in yields if seconds > CROWDED_S]
-        # Ten in a wait for each of the three others; without the limit 280.
-        assert 1 <= len(taken_up) <= 30, yields[-20:]
+    waits = four.call(wait_on_one_core)[:3]
+    taken_up = [sum(seconds > CROWDED_S for seconds in yields) for yields in waits]
+    # Ten in a wait for each of the three others; without the limit 280. Whoever comes when they sleep already meets nobody.
+    assert 1 <= max(taken_up) <= 30, [yields[-20:] for yields in waits]
     four.call(leave)
 
 

@@ -26,10 +26,10 @@ _FIRST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 1.0
 _ALONE_S: Final = 0.005  # without a yield that somebody took up
 
-current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+current_core: Callable[[], int] | None = None
 """The core that the calling thread is on; None where nobody can tell, or change it."""
-if not hasattr(os, "sched_setaffinity"):
-    current_core = None
+if hasattr(os, "sched_setaffinity"):
+    current_core = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 class SharedCore:

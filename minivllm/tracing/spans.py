@@ -62,7 +62,7 @@ _keep = ended.append
 
 
 class Span(msgspec.Struct, gc=False, eq=False):
-    """One step that is running or has run. Made by span() and start_span() only.
+    """One step that is running or has run. Made by span(), hot_span() and start_span() only.
 
     A hot path may set `attributes` itself, which saves it the call of set().
 
@@ -81,7 +81,7 @@ class Span(msgspec.Struct, gc=False, eq=False):
     word: int  # where the entry begins; of a span that is not in the log: 0
     depth: int = -1
     ended_ns: int = 0  # see end_ns
-    more: bool = False  # to say than attributes
+    more: bool = False  # whether there is more to say than attributes
     links: tuple[bytes, ...] = ()
     slot: int = 0  # in the open table, of a span that is not in the log
     own_kind: str = ""  # where it is another one than the catalogue's

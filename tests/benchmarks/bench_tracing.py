@@ -228,7 +228,8 @@ def markdown(report: dict[str, Any]) -> str:
         limits = ", ".join(f"{level} {ALLOWED[level]:g} %" for level in ALLOWED)
         kept = all(percent(figures, level) <= ALLOWED[level] for level in ALLOWED)
         lines += [
-            f"The limits for a decode step are {limits}; this recording {'keeps' if kept else 'does not keep'} them."
+            f"The limits for a decode step are {limits}; this recording {'keeps' if kept else 'does not keep'} them.",
+            "Each is itself good to about 1 % of a step: so much do two measurements of the same level differ on a shared machine.",
         ]
     return "\n".join(lines) + "\n"
 
