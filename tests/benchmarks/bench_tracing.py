@@ -229,7 +229,7 @@ def markdown(report: dict[str, Any]) -> str:
         kept = all(percent(figures, level) <= ALLOWED[level] for level in ALLOWED)
         lines += [
             f"The limits for a decode step are {limits}; this recording {'keeps' if kept else 'does not keep'} them.",
-            "Each is itself good to about 1 % of a step: so much do two measurements of the same level differ on a shared machine.",
+            "Each of these figures is good to about 1 % of a step: so much do two measurements of the same level differ on a shared machine.",
         ]
     return "\n".join(lines) + "\n"
 
