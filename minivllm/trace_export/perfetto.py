@@ -20,21 +20,33 @@ from minivllm.tracing.catalogue import LEVEL_NAMES, SPANS
 
 
 def encode_perfetto(store: TraceStore) -> bytes:
-    """One track per process and thread; arrows from each enqueue to its dequeues and from parents elsewhere."""
+    """One track per process and thread; arrows from each enqueue to its dequeues and from parents elsewhere.
+
+    A dequeue that began before its message was written has a slice inside, from then on, where the arrow ends.
+    """
     lanes = lanes_of(store)
     track = _number_tracks(lanes)
-    where = {span.span_id: lane for lane in lanes for span, _ in lane.spans}
+    tid = {span.span_id: track[lane] for lane in lanes for span, _ in lane.spans}
     run = Run(store)
     events: list[dict[str, Any]] = [*_names(run, lanes, track)]
     for lane in lanes:
         for span, _ in lane.spans:
             events += _span_events(run, span, lane.process.pid, track[lane])
-    arrows = 0
-    for kind, pairs in (("message", message_arrows(store)), ("parent", parent_arrows(store))):
-        for source, target in pairs:
-            arrows += 1
-            source_lane, target_lane = where[source.span_id], where[target.span_id]
-            events += _arrow(run, kind, arrows, source, target, track[source_lane], track[target_lane])
+    inner_end = _inner_ends(lanes)
+    arrows: list[tuple[str, Span, Span, int]] = []
+    for source, target in message_arrows(store):
+        read_ns = max(written_ns(source), inner_end.get(target.span_id, 0))
+        # Within the dequeue: at its end, it would be next to it.
+        read_ns = max(target.start_ns, min(read_ns, target.end_ns - 1))
+        if read_ns > target.start_ns:
+            events.append(_read(run, target, read_ns, tid[target.span_id]))
+        arrows.append(("message", source, target, read_ns))
+    arrows += [("parent", source, target, target.start_ns) for source, target in parent_arrows(store)]
+    # Of the same moment, what comes first in the file is taken first.
+    for number, (kind, source, _, _) in enumerate(arrows, 1):
+        events.append(_arrow_end(run, "s", kind, number, source, source.start_ns, tid[source.span_id]))
+    for number, (kind, _, target, at_ns) in enumerate(arrows, 1):
+        events.append(_arrow_end(run, "f", kind, number, target, at_ns, tid[target.span_id]))
     root = store.root
     return msgspec.json.encode(
         {
@@ -101,7 +113,9 @@ def _span_events(run: Run, span: Span, pid: int, tid: int) -> Iterator[dict[str,
         },
     }
     if span.is_error:
+        # The colour is for chrome://tracing; Perfetto colours by name, and its search finds the mark.
         event["cname"] = "terrible"
+        event["name"] = f"✖ {event['name']}"
         event["args"]["error"] = span.status_message
     yield event
     for note in span.events:
@@ -121,30 +135,48 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool)) else str(value)
 
 
-def _arrow(
-    run: Run, kind: str, number: int, source: Span, target: Span, source_tid: int, target_tid: int
-) -> Iterator[dict[str, Any]]:
-    """From where the message was written (or the parent began) to where it was taken (or the child began).
+def _inner_ends(lanes: list[Lane]) -> dict[str, int]:
+    """When the last of the spans drawn inside a span ended (absolute), for those with any."""
+    ends: dict[str, int] = {}
+    for lane in lanes:
+        outer: list[Span] = []
+        for span, depth in lane.spans:
+            del outer[depth:]
+            for around in outer:
+                ends[around.span_id] = max(ends.get(around.span_id, 0), span.end_ns)
+            outer.append(span)
+    return ends
 
-    Each end lies within its span, which is how the viewer finds the span it belongs to.
-    """
-    is_message = kind == "message"
-    end_ns = max(target.start_ns, target.end_ns - 1) if is_message else target.start_ns
-    begin_ns = written_ns(source) if is_message else max(source.start_ns, min(target.start_ns, source.end_ns))
-    begin_ns = max(source.start_ns, min(begin_ns, end_ns))
-    common = {"name": kind, "cat": kind, "id": number}
-    yield {
-        **common,
-        "ph": "s",
-        "ts": _us(run.at(begin_ns)),
-        "pid": source.process.pid,
-        "tid": source_tid,
+
+def _read(run: Run, dequeue: Span, from_ns: int, tid: int) -> dict[str, Any]:
+    """What a dequeue did once its message was there; before that, it waited."""
+    return {
+        "ph": "X",
+        "name": "wake, read, unpickle",
+        "cat": "message",
+        "ts": _us(run.at(from_ns)),
+        "dur": _us(dequeue.end_ns - from_ns),
+        "pid": dequeue.process.pid,
+        "tid": tid,
+        "args": {"what": "What is left of mq.dequeue once the message was written."},
     }
-    yield {
-        **common,
-        "ph": "f",
-        "bp": "e",
-        "ts": _us(run.at(end_ns)),
-        "pid": target.process.pid,
-        "tid": target_tid,
+
+
+def _arrow_end(
+    run: Run, phase: str, kind: str, number: int, span: Span, at_ns: int, tid: int
+) -> dict[str, Any]:
+    """One end of an arrow (`s`: where it begins, `f`: where it ends), at the start of its slice.
+
+    Perfetto gives it to the innermost slice begun by then, even if that has ended: any later, it may be that of a
+    step inside. And whatever `s` and `f` say, its arrow goes from the slice that begins first.
+    """
+    return {
+        "ph": phase,
+        **({"bp": "e"} if phase == "f" else {}),
+        "name": kind,
+        "cat": kind,
+        "id": number,
+        "ts": _us(run.at(at_ns)),
+        "pid": span.process.pid,
+        "tid": tid,
     }
