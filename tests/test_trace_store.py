@@ -158,7 +158,8 @@ def test_no_trace_is_a_clear_error(tmp_path: Path) -> None:
         TraceStore.open(tmp_path / "trace", trace_id="abc")
 
 
-def test_hundred_thousand_spans_open_in_two_seconds(tmp_path: Path) -> None:
+def test_hundred_thousand_spans_open_sooner_than_json_reads_them(tmp_path: Path) -> None:
+    """A second where nothing else runs, see tests/benchmarks/bench_spans.py; json, at the same moment, takes thrice as long."""
     with recording(tmp_path, "message"), tracing.span("run"):
         for step in range(20_000):
             with tracing.span("engine_core.step", step=step):
@@ -175,7 +176,10 @@ def test_hundred_thousand_spans_open_in_two_seconds(tmp_path: Path) -> None:
     assert big.orphans() == []
     elapsed = time.process_time() - begin
     assert len(big.spans()) == 100_001
-    assert elapsed < 2, f"{elapsed:.2f} s"
+    text = big.encode_otlp()
+    begin = time.process_time()
+    assert len(json.loads(text)["resourceSpans"]) == 1
+    assert elapsed < (limit := time.process_time() - begin), f"{elapsed:.2f} s, json {limit:.2f} s"
 
 
 def test_run_without_a_root_shows_the_largest_trace(tmp_path: Path) -> None:
