@@ -22,8 +22,10 @@ import pytest
 from real_runs import recorded
 from trace_fixtures import Run, write_run
 
+from minivllm import __version__
 from minivllm.trace_export.jaeger import encode_jaeger
 from minivllm.trace_export.lanes import lanes_of
+from minivllm.trace_export.otlp import to_protobuf
 from minivllm.trace_export.page import encode_page
 from minivllm.trace_export.perfetto import encode_perfetto
 from minivllm.trace_store import TraceStore
@@ -268,6 +270,26 @@ def test_failed_slices_are_marked_in_their_names() -> None:
     marked = {e["args"]["span_id"] for e in events if e["ph"] == "X" and e["name"].startswith("✖ ")}
     failed = {span.span_id for span in store.spans() if span.is_error}
     assert marked == failed and any(span.unfinished for span in store.spans())
+
+
+def test_the_scope_is_minivllm_in_the_version_that_recorded() -> None:
+    request = TraceStore.open(recorded(KILLED)).to_otlp()
+    scopes = [scope["scope"] for group in request["resourceSpans"] for scope in group["scopeSpans"]]
+    message = to_protobuf(request)
+    scopes += [
+        {"name": scope.scope.name, "version": scope.scope.version}
+        for group in message.resource_spans
+        for scope in group.scope_spans
+    ]
+    assert scopes and all(scope == {"name": "minivllm", "version": __version__} for scope in scopes)
+
+
+def test_a_run_that_failed_says_so_with_its_requests_and_one_that_did_not_does_not() -> None:
+    failed, healthy = TraceStore.open(recorded(KILLED)), TraceStore.open(recorded())
+    assert not any(span.is_error for span in healthy.spans() if span.process.role == "client")
+    for span in [failed.root, *failed.spans("request")]:
+        assert span is not None and span.is_error and not span.unfinished
+        assert "SIGKILL" in span.status_message, span.status_message
 
 
 # --- the page

@@ -93,6 +93,11 @@ class EngineCoreClient(ABC):
         client_class = SyncMPClient if multiprocess_mode else InprocClient
         return client_class(vllm_config, executor_class, trace_parent)
 
+    @property
+    @abstractmethod
+    def failure(self) -> str | None:
+        """Why there is no engine any more; None while there is."""
+
     @abstractmethod
     def wait_until_ready(self, on_progress: OnProgress | None = None) -> EngineCoreReadyResponse:
         """Block until requests can be taken; `on_progress` is told what is being done.
@@ -139,6 +144,10 @@ class InprocClient(EngineCoreClient):
         super().__init__()
         self.engine_core = EngineCore(vllm_config, executor_class)
         self._failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
 
     def wait_until_ready(self, on_progress: OnProgress | None = None) -> EngineCoreReadyResponse:
         return self.engine_core.limits
@@ -507,6 +516,10 @@ class SyncMPClient(EngineCoreClient):
         if data.startswith(ENGINE_CORE_DEAD):
             self._fail(data.removeprefix(ENGINE_CORE_DEAD).decode())
             self._raise_if_dead()
+
+    @property
+    def failure(self) -> str | None:
+        return self.resources.failure
 
     def _fail(self, cause: str) -> None:
         self.resources.failure = self.resources.failure or cause

@@ -60,7 +60,7 @@ class LLMEngine:
     def abort_requests(self, request_ids: list[str]) -> list[RequestOutput]:
         """Give requests up; returns what they had produced, with finish reason "abort"."""
         self.engine_core.check_owner()  # also when none of them is left to be given up
-        outputs = self.output_processor.abort_requests(request_ids)
+        outputs = self.output_processor.abort_requests(request_ids, self.engine_core.failure)
         self.engine_core.abort_requests([output.request_id for output in outputs])
         return outputs
 

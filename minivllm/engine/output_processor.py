@@ -67,7 +67,9 @@ class RequestState:
             finished=finish_reason is not None,
         )
 
-    def end_span(self, finish_reason: str) -> None:
+    def end_span(self, finish_reason: str, error: str | None = None) -> None:
+        if error is not None:
+            self.span.error(error)
         self.span.set(
             attrs={
                 "gen_ai.response.finish_reasons": [finish_reason],
@@ -90,15 +92,19 @@ class OutputProcessor:
             request, prompt, self.tokenizer, self._trace_parent
         )
 
-    def abort_requests(self, request_ids: list[str]) -> list[RequestOutput]:
-        """Forget requests; what they had produced comes back with finish reason "abort"."""
+    def abort_requests(self, request_ids: list[str], error: str | None = None) -> list[RequestOutput]:
+        """Forget requests; what they had produced comes back with finish reason "abort".
+
+        Args:
+            error: why they failed; None: they were given up.
+        """
         outputs = []
         for request_id in request_ids:
             state = self.request_states.pop(request_id, None)
             if state is not None:
                 state.detokenizer.finish()
                 outputs.append(state.make_output(FinishReason.ABORT, None))
-                state.end_span("abort")
+                state.end_span("abort", error)
         return outputs
 
     def process_outputs(self, outputs: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
@@ -128,8 +134,8 @@ class OutputProcessor:
             stop_reason: int | str | None = output.stop_reason
             if finish_reason is FinishReason.ERROR:
                 states.pop(request_id)
-                state.end_span("error")
                 refused = RequestError(output.error or "EngineCore refused the request")
+                state.end_span("error", str(refused))
                 continue
             stop_terminated = finish_reason is FinishReason.STOP and not output.ended_by_grammar
             stop_string = state.detokenizer.update(output.new_token_ids, stop_terminated)

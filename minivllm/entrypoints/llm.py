@@ -194,6 +194,9 @@ def _shutdown(engine: LLMEngine, run: tracing.Span, live: LiveStep | None) -> No
     """The finalizer of an LLM; must not refer to it."""
     if live is not None:
         live.begin_end()
+    failure = engine.engine_core.failure
+    if failure is not None:
+        run.error(failure)
     try:
         engine.shutdown()
     finally:

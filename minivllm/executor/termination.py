@@ -212,7 +212,7 @@ class ExecutorResources:
             return
         limits = self.limits.hurried() if hurried or self.failure else self.limits
         try:
-            with tracing.span("executor.shutdown", failure=self.failure):
+            with tracing.span("executor.shutdown", failure=self.failure or None):
                 self._end_workers(limits)
         finally:
             # After an interrupt there is no more patience, but nothing stays behind.

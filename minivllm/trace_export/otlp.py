@@ -252,6 +252,7 @@ def to_protobuf(request: dict[str, Any]) -> ExportTraceServiceRequest:
         for scope in group["scopeSpans"]:
             scope_target = target.scope_spans.add()
             scope_target.scope.name = scope["scope"].get("name", "")
+            scope_target.scope.version = scope["scope"].get("version", "")
             for span in scope["spans"]:
                 _set_span(scope_target.spans.add(), span)
     return message

@@ -265,7 +265,7 @@ class TraceStore:
                     {
                         "resource": msgspec.Raw(_encode_resource(process)),
                         "scopeSpans": [
-                            {"scope": {"name": "minivllm"}, "spans": [span.raw for span in groups[process]]}
+                            {"scope": _scope(process), "spans": [span.raw for span in groups[process]]}
                         ],
                     }
                     for process in self._processes
@@ -281,6 +281,12 @@ class TraceStore:
     def write_otlp_json(self, file: str | Path) -> None:
         """Write one OTLP/JSON file that Jaeger's upload and any collector's file receiver take."""
         Path(file).write_bytes(self.encode_otlp() + b"\n")
+
+
+def _scope(process: Process) -> dict[str, str]:
+    """Who wrote the spans: minivllm in the version that recorded them, where it has said which."""
+    version = process.resource.get("service.version")
+    return {"name": "minivllm", "version": str(version)} if version else {"name": "minivllm"}
 
 
 def _encode_resource(process: Process) -> bytes:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from minivllm import __version__
 from minivllm.tracing.catalogue import BY_INDEX
 from minivllm.tracing.process import clock
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from minivllm.tracing.spans import Span
     from minivllm.tracing.spool import Detail
 
-VERSION = "0.1.0"
 KINDS = {"internal": 1, "server": 2, "client": 3, "producer": 4, "consumer": 5}
 _INT64 = 1 << 63
 # Lists that are text to whoever reads them; the hot path leaves it to the reader to put them into words.
@@ -51,7 +51,7 @@ def attribute_name(name: str) -> str:
 
 def in_words(name: str, value: Any) -> Any:
     """The value that an attribute has outside."""
-    return str(value) if name in _AS_TEXT else value
+    return ", ".join(map(str, value)) if name in _AS_TEXT else value
 
 
 def _value(value: Any) -> str:
@@ -211,5 +211,5 @@ def line(resource_json: str, spans: list[str]) -> bytes:
     """One line of the file: an ExportTraceServiceRequest with one resource."""
     return (
         f'{{"resourceSpans":[{{"resource":{resource_json},"scopeSpans":[{{"scope":{{"name":"minivllm",'
-        f'"version":"{VERSION}"}},"spans":[{",".join(spans)}]}}]}}]}}\n'
+        f'"version":"{__version__}"}},"spans":[{",".join(spans)}]}}]}}]}}\n'
     ).encode()

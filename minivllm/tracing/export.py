@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from minivllm import __version__
 from minivllm.tracing import encode
-from minivllm.tracing.encode import VERSION
 from minivllm.tracing.process import identity
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _has_protobuf_encoder() -> bool:
 
 def _http_sender(url: str, content_type: str) -> Send:
     parts = urlsplit(url)
-    headers = {"Content-Type": content_type, "User-Agent": f"minivllm/{VERSION}"}
+    headers = {"Content-Type": content_type, "User-Agent": f"minivllm/{__version__}"}
     for pair in _variable("HEADERS").split(","):
         name, sign, value = pair.partition("=")
         if sign:

@@ -17,14 +17,15 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
+from minivllm import __version__
 from minivllm.tracing.context import unpack
-from minivllm.tracing.encode import VERSION, attribute_name, in_words
+from minivllm.tracing.encode import attribute_name, in_words
 from minivllm.tracing.process import clock, identity
 
 if TYPE_CHECKING:
     from minivllm.tracing.spans import Span
 
-_SCOPE = InstrumentationScope("minivllm", VERSION)
+_SCOPE = InstrumentationScope("minivllm", __version__)
 _STATUS = {0: StatusCode.UNSET, 1: StatusCode.OK, 2: StatusCode.ERROR}
 
 

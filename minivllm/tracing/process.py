@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
+from minivllm import __version__
 from minivllm.tracing.spec import CLIENT, ENGINE_CORE, WORKER
 
 SERVICE_NAMESPACE = "minivllm"
@@ -54,12 +55,14 @@ class ProcessIdentity:
             {
                 "service.namespace": SERVICE_NAMESPACE,
                 "service.name": self.service_name,
+                "service.version": __version__,
                 "service.instance.id": self.instance_id,
                 "process.pid": self.pid,
                 "process.parent_pid": os.getppid(),
                 "host.name": socket.gethostname(),
                 "telemetry.sdk.name": "minivllm",
                 "telemetry.sdk.language": "python",
+                "telemetry.sdk.version": __version__,
                 "minivllm.role": self.role,
             }
         )
