@@ -13,11 +13,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from real_runs import recorded
+from real_runs import TESTS, recorded
 
 from minivllm.trace_store import TraceStore
 
@@ -66,14 +67,26 @@ def spans_in_jaeger(trace_id: str) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("protocol", RUNS)
 def test_jaeger_has_every_span(protocol: str) -> None:
-    directory = recorded(RUNS[protocol])
-    store = TraceStore.open(directory)
+    directory = recorded(RUNS[protocol], pp=2 if protocol == "http/json" else 1)
     subprocess.run(
         [sys.executable, "-m", "minivllm.cli.main", "export", str(directory), "--otlp", OTLP[protocol]],
         env={**os.environ, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol},
         check=True,
         timeout=60,
     )
+    check(TraceStore.open(directory))
+
+
+def test_jaeger_has_every_span_of_a_run_that_sends_them_as_it_goes_on(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINIVLLM_T", "MINIVLLM_F", "OTEL_"))}
+    env |= {"OTEL_EXPORTER_OTLP_ENDPOINT": OTLP["http/json"], "PYTHONPATH": str(TESTS)}
+    script, trace = TESTS / "real_runs.py", tmp_path / "trace"
+    subprocess.run([sys.executable, str(script), str(trace)], env=env, check=True, timeout=120)
+    check(TraceStore.open(trace))
+
+
+def check(store: TraceStore) -> None:
+    """Jaeger has this run: every span, one root, no orphan, a service per role."""
     # The collector batches.
     deadline = time.monotonic() + ARRIVAL_S
     while len(found := spans_in_jaeger(store.trace_id)) < len(store.spans()) and time.monotonic() < deadline:
