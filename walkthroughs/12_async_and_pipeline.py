@@ -100,7 +100,7 @@ def order(trace: Path) -> None:
             spans = batches.spans[process][number]
             begin, end = spans[0].start_ns - zero, spans[-1].end_ns - zero
             cells.append(measured(f"{begin / 1e6:5.1f} to {end / 1e6:5.1f} ms"))
-        rows.add_row(str(number), *cells)
+        rows.add_row(measured(str(number)), *cells)
     console.print(rows)
     say(
         "Both stages have the same steps in the same order. Stage 0 begins a step before stage 1 has finished the one before."
@@ -139,9 +139,7 @@ def wasted(trace: Path) -> None:
         store = TraceStore.open(directory)
         for request in store.spans("request")[len(PROMPTS) :]:
             name = request.get("request_id")
-            steps = [
-                span for span in store.spans("runner.prepare_inputs") if span.get("req_ids") == f"['{name}']"
-            ]
+            steps = [span for span in store.spans("runner.prepare_inputs") if span.get("req_ids") == name]
             (reason,) = request.attributes["gen_ai.response.finish_reasons"]
             tokens = request.attributes["gen_ai.usage.output_tokens"]
             shown.add_row(label, reason, str(tokens), str(len(steps)))

@@ -417,7 +417,7 @@ class GPUModelRunner:
                 if tracing.calls:
                     req_ids = self.input_batch.req_ids
                     counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in req_ids]
-                    s.set(req_ids=str(req_ids), num_tokens_per_req=str(counts))
+                    s.set(req_ids=list(req_ids), num_tokens_per_req=counts)
             if intermediate_tensors is not None:
                 intermediate_tensors.wait_for_comm()
             with (
