@@ -95,3 +95,30 @@ def test_vllm_places_are_true() -> None:
         assert name in functions, f"{row.name}: {path} has no {name}"
         first, last = functions[name]
         assert first <= int(line) <= last, f"{row.name}: line {line} is not within {name}"
+
+
+@pytest.mark.skipif(not VLLM, reason="MINIVLLM_VLLM_SOURCE does not name vLLM 0.25.1's source")
+def test_what_modules_say_of_vllm_is_there() -> None:
+    """Each file of vLLM that a text of ours names, and what it says is defined there, by its last name."""
+    texts = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "docs").rglob("*.md")]
+    places = {
+        (str(text.relative_to(PACKAGE.parent)), path, name.strip())
+        for text in texts
+        for path, names in re.findall(
+            r"(?<!mini)(?<![\w/])(vllm/[\w/]+\.py)\b(?: \(([\w., ]+)\))?", text.read_text(encoding="utf-8")
+        )
+        for name in names.split(",")
+    }
+    assert len(places) > 200
+    wrong = []
+    for text, path, name in sorted(places):
+        file = Path(str(VLLM)) / path
+        if not file.is_file():
+            wrong.append(f"{text}: there is no {path}")
+        elif re.fullmatch(r"[\w.]+", name):
+            last = re.escape(name.rpartition(".")[2])
+            if not re.search(
+                rf"^\s*((async )?def|class) {last}\b|^\s*{last}\b.*[:=]", file.read_text(), re.M
+            ):
+                wrong.append(f"{text}: {path} does not define {name}")
+    assert not wrong, "\n".join(wrong)

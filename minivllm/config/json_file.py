@@ -1,6 +1,6 @@
 """The small JSON files of a checkpoint, read field by field: an error names file, field and what is allowed.
 
-vLLM 0.25.1: vllm/transformers_utils/config.py (get_hf_file_to_dict)
+vLLM 0.25.1: vllm/transformers_utils/repo_utils.py (get_hf_file_to_dict)
 Articles: –
 """
 

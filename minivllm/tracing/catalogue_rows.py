@@ -68,7 +68,7 @@ def _row(
     """Append one row.
 
     where: "place:Class.method" in minivllm; a place is a key of _PLACES.
-    vllm: "line Class.method" in the counterpart of that place, or "vllm/file.py:line Class.method" elsewhere.
+    vllm: "line Class.method" in the counterpart of that place, or "vllm/<file>.py:line Class.method" elsewhere.
     """
     place, _, method = where.partition(":")
     module, vllm_file = _PLACES[place]

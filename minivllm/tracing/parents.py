@@ -1,6 +1,6 @@
 """Which span a new span belongs to when its own thread has none open.
 
-vLLM 0.25.1: vllm/tracing/otel.py (otel_instrument, get_tracer_provider)
+vLLM 0.25.1: vllm/tracing/otel.py (_get_smart_context)
 Articles: part 2 §2.4.8
 """
 

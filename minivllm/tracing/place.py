@@ -1,6 +1,6 @@
 """Where a span was emitted: its place in the source and its thread, each described once and not per span.
 
-vLLM 0.25.1: vllm/tracing/otel.py (otel_instrument)
+vLLM 0.25.1: vllm/tracing/otel.py (instrument_otel)
 Articles: none
 """
 

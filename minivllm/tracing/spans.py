@@ -1,6 +1,6 @@
 """The span itself and the hot path around it.
 
-vLLM 0.25.1: vllm/tracing/__init__.py (instrument), vllm/tracing/otel.py (otel_instrument)
+vLLM 0.25.1: vllm/tracing/__init__.py (instrument), vllm/tracing/otel.py (instrument_otel)
 Articles: part 2 §2.4.8
 
 Deviation from vLLM: a span is two numbers in mapped memory and what it has to say, written outside the hot path, at less
