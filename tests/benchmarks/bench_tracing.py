@@ -1,10 +1,11 @@
 """What each trace level costs: a queue's round trip, a collective_rpc, and a decode step, against no tracing.
 
-python tests/benchmarks/bench_tracing.py [--rounds 5] [--only queue,rpc,decode] [--out docs/benchmarks]
+python tests/benchmarks/bench_tracing.py [--rounds 5] [--only queue,rpc,decode] [--out docs/benchmarks [--beside]]
 
 The levels take turns, so that what else the machine does meets all of them. Queue and call are measured in processes of
 their own for each level, and the best round counts; the levels of a decode step take turns every few steps of one engine, and
-the median of the rounds, an engine each, counts. With --out it also writes tracing.json, tracing.md and tracing.svg. Run it on an idle machine.
+the median of the rounds, an engine each, counts. With --out it also writes tracing.json, tracing.md and tracing.svg; --beside
+adds the figures to what is there, as those of another machine. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -219,6 +220,16 @@ def markdown(report: dict[str, Any]) -> str:
         # A figure and its unit, or the sign of per cent, stay on one line.
         joined = " | ".join(re.sub(r"(?<=\d) (?=[%µm])", "\N{NO-BREAK SPACE}", cell) for cell in cells)
         lines.append(f"| {what} | {joined} |")
+    others = [other for other in report.get("others", ()) if "decode" in other["figures"]]
+    if others:
+        lines += ["", "A decode step on other machines:", ""]
+        lines += ["| | " + " | ".join(LEVELS) + " |", "|---|" + "---|" * len(LEVELS)]
+        for other in others:
+            figures = other["figures"]["decode"]
+            shares = " | ".join(f"{percent(figures, level):+.1f}\N{NO-BREAK SPACE}%" for level in LEVELS[1:])
+            lines.append(
+                f"| {other['machine']}; {other['rounds']} rounds | {figures['off']:.3g}\N{NO-BREAK SPACE}ms | {shares} |"
+            )
     lines += [
         "",
         "A message or an empty call is the worst case: it is little more than what is traced about it. What counts is the last line.",
@@ -266,20 +277,37 @@ def svg(report: dict[str, Any]) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
+def machine() -> str:
+    processor = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            processor = next(
+                (line.split(":")[1].strip() for line in lines if line.startswith("model name")), ""
+            )
+    except OSError:
+        pass
+    cores = f"{os.cpu_count()} cores" + (f" ({processor})" if processor else "")
+    return f"{cores}, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(WHAT), help="queue, rpc, decode")
     parser.add_argument("--out", type=Path, help="directory for tracing.json, tracing.md and tracing.svg")
     parser.add_argument("--one", choices=list(WHAT), help=argparse.SUPPRESS)
+    parser.add_argument("--beside", action="store_true", help="as another machine's, beside what is there")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(one(options.one)))
         return
     figures: dict[str, dict[str, float]] = {}
+    recorded: dict[str, Any] = {}
     if options.out and (options.out / "tracing.json").exists():
-        # What is not measured now stays.
-        figures = json.loads((options.out / "tracing.json").read_text())["figures"]
+        recorded = json.loads((options.out / "tracing.json").read_text())
+        if not options.beside:
+            # What is not measured now stays.
+            figures = recorded["figures"]
     for name in options.only.split(","):
         rounds: dict[str, list[float]] = {level: [] for level in LEVELS}
         for number in range(options.rounds):
@@ -300,11 +328,12 @@ def main() -> None:
             ),
             flush=True,
         )
-    report = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}",
-        "rounds": options.rounds,
-        "figures": figures,
-    }
+    report: dict[str, Any] = {"machine": machine(), "rounds": options.rounds, "figures": figures}
+    others = [other for other in recorded.get("others", ()) if other["machine"] != report["machine"]]
+    if options.beside and recorded:
+        report = {**recorded, "others": [*others, report]}
+    elif others:
+        report["others"] = others
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "tracing.json").write_text(json.dumps(report, indent=1) + "\n")
