@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import recorded
+from real_runs import TESTS, recorded
 from trace_fixtures import Run, write_run
+from tracing_helpers import run_script, store_of
 
 from minivllm import __version__
 from minivllm.trace_export.jaeger import encode_jaeger
@@ -290,6 +291,27 @@ def test_a_run_that_failed_says_so_with_its_requests_and_one_that_did_not_does_n
     for span in [failed.root, *failed.spans("request")]:
         assert span is not None and span.is_error and not span.unfinished
         assert "SIGKILL" in span.status_message, span.status_message
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["", "with_an_older_finalizer"])
+def test_a_run_that_nobody_shuts_down_ends_well(tmp_path: Path, early: bool) -> None:
+    """Of finalizers and exit hooks the last registered runs first; torch registers one when it is imported."""
+    script = f"""
+class Thing: pass
+thing = Thing()
+if {early}:
+    weakref.finalize(thing, id, 0)
+from minivllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(worker_cls="counting_worker.CountingWorker", tensor_parallel_size=2, device="cpu",
+              distributed_executor_backend="mp", max_model_len=200, trace=DIR)
+    llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+"""
+    done = run_script(tmp_path, "import weakref" + script, PYTHONPATH=str(TESTS))
+    assert done.returncode == 0, done.stderr
+    store = store_of(tmp_path)
+    assert [span.name for span in store.spans() if span.is_error or span.unfinished] == []
+    assert len(store.spans("executor.shutdown")) == 1
 
 
 # --- the page

@@ -67,6 +67,7 @@ _LAST_WORDS_MS = 50
 # A signal that comes just before a wait begins does not interrupt it; its handler runs when Python is next at work.
 _LOOK_FOR_SIGNALS_MS = 250
 _KILL_AFTER_S = 2.0
+SHUT_DOWN = "the engine has been shut down"
 
 
 class EngineCoreClient(ABC):
@@ -96,7 +97,7 @@ class EngineCoreClient(ABC):
     @property
     @abstractmethod
     def failure(self) -> str | None:
-        """Why there is no engine any more; None while there is."""
+        """What the engine died of; None while it lives, and when it was shut down in good health."""
 
     @abstractmethod
     def wait_until_ready(self, on_progress: OnProgress | None = None) -> EngineCoreReadyResponse:
@@ -147,7 +148,7 @@ class InprocClient(EngineCoreClient):
 
     @property
     def failure(self) -> str | None:
-        return self._failure
+        return None if self._failure == SHUT_DOWN else self._failure
 
     def wait_until_ready(self, on_progress: OnProgress | None = None) -> EngineCoreReadyResponse:
         return self.engine_core.limits
@@ -205,7 +206,7 @@ class InprocClient(EngineCoreClient):
 
     def shutdown(self) -> None:
         hurried = self._failure is not None
-        self._failure = self._failure or "the engine has been shut down"
+        self._failure = self._failure or SHUT_DOWN
         self.engine_core.shutdown(hurried)
 
 
@@ -285,7 +286,7 @@ class BackgroundResources:
             if self._closed:
                 return
             self._closed = True
-            self.failure = self.failure or "the engine has been shut down"
+            self.failure = self.failure or SHUT_DOWN
             try:
                 self._end_process()
                 self.workers.end()
@@ -519,7 +520,8 @@ class SyncMPClient(EngineCoreClient):
 
     @property
     def failure(self) -> str | None:
-        return self.resources.failure
+        failure = self.resources.failure
+        return None if failure == SHUT_DOWN else failure
 
     def _fail(self, cause: str) -> None:
         self.resources.failure = self.resources.failure or cause

@@ -6,6 +6,7 @@ Articles: part 1 intro
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import os
@@ -92,7 +93,12 @@ class LLM:
         self._request_counter = itertools.count()
         # A step's outputs go to whoever asked for the step, so only one caller may be at it.
         self._generate_lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _shutdown, self.llm_engine, self._run, live)
+        at_exit: list[Callable[[], Any]] = []
+        self._finalizer = weakref.finalize(self, _shutdown, self.llm_engine, self._run, live, at_exit)
+        # Finalizers have their turn at exit when the first of them in the process says so, which may be one of torch: before
+        # this one the recording would have ended, and the run would be told to have been left open.
+        at_exit.append(self._finalizer)
+        atexit.register(self._finalizer)
 
     def generate(
         self,
@@ -190,8 +196,12 @@ class LLM:
         self.shutdown()
 
 
-def _shutdown(engine: LLMEngine, run: tracing.Span, live: LiveStep | None) -> None:
-    """The finalizer of an LLM; must not refer to it."""
+def _shutdown(
+    engine: LLMEngine, run: tracing.Span, live: LiveStep | None, at_exit: list[Callable[[], Any]]
+) -> None:
+    """The finalizer of an LLM; must not refer to it. at_exit: what is not needed at exit any more."""
+    while at_exit:
+        atexit.unregister(at_exit.pop())
     if live is not None:
         live.begin_end()
     failure = engine.engine_core.failure

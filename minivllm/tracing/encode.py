@@ -51,7 +51,7 @@ def attribute_name(name: str) -> str:
 
 def in_words(name: str, value: Any) -> Any:
     """The value that an attribute has outside."""
-    return ", ".join(map(str, value)) if name in _AS_TEXT else value
+    return ", ".join(map(str, value)) if name in _AS_TEXT and not isinstance(value, str) else value
 
 
 def _value(value: Any) -> str:
