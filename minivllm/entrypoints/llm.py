@@ -95,8 +95,8 @@ class LLM:
         self._generate_lock = threading.Lock()
         at_exit: list[Callable[[], Any]] = []
         self._finalizer = weakref.finalize(self, _shutdown, self.llm_engine, self._run, live, at_exit)
-        # Finalizers have their turn at exit when the first of them in the process says so, which may be one of torch: before
-        # this one the recording would have ended, and the run would be told to have been left open.
+        # Exit hooks run last in, first out, and all finalizers in one hook, which the first of the process has registered: torch
+        # has one. Left to that hook, this one would come after the end of the recording, which would call the run left open.
         at_exit.append(self._finalizer)
         atexit.register(self._finalizer)
 
