@@ -232,7 +232,7 @@ def markdown(report: dict[str, Any]) -> str:
             )
     lines += [
         "",
-        "A message or an empty call is the worst case: it is little more than what is traced about it. What counts is the last line.",
+        "A message or an empty call is the worst case: it is little more than what is traced about it. What counts is the decode step.",
     ]
     if "decode" in report["figures"]:
         figures = report["figures"]["decode"]
