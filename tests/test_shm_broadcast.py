@@ -19,6 +19,7 @@ from mq_helpers import FailsToLoad, cpu_seconds, equal, queue
 from scenario import Skip, raises, scenario, slack, wait_until
 
 from minivllm.distributed import mq_overflow, mq_stream, shm_segment, wakeup
+from minivllm.distributed.mq_codec import SPARE
 from minivllm.distributed.shm_broadcast import (
     MessageDecodeError,
     MessageQueue,
@@ -808,6 +809,58 @@ def test_a_small_dev_shm() -> None:
             assert reader.dequeue() == bytes([number]) * 250_000
         writer.enqueue(b"x" * 50_000_000)
         assert reader.dequeue() == b"x" * 50_000_000
+
+
+def in_spare(end: MessageQueue) -> bool:
+    """Whether the message that was sent last lies in the spare place."""
+    ring = end.buffer
+    return bool(ring.words[ring.slots[end.current_idx - 1][3]] & SPARE)
+
+
+def test_large_messages_use_warm_memory_again_when_readers_keep_up() -> None:
+    """The spare place takes memory with the first of them, is left alone while it is unread, and small ones pass it by."""
+    large = lambda number: bytes([number]) * 300_000  # noqa: E731
+    with queue(2, max_chunk_bytes=1 << 20, max_chunks=3) as (writer, readers):
+        segment = writer.buffer.segment
+        taken = lambda: os.fstat(segment.fd).st_blocks * 512  # noqa: E731
+        without = taken()
+        assert without < segment.size
+        for number in range(5):
+            writer.enqueue(large(number))
+            assert in_spare(writer)
+            writer.enqueue("small")
+            assert not in_spare(writer)
+            for reader in readers:
+                assert [reader.dequeue(), reader.dequeue()] == [large(number), "small"]
+        assert without + (1 << 20) <= taken() <= segment.size + 4096
+        # One reader is late: what comes meanwhile goes into the slots.
+        for number in range(3):
+            writer.enqueue(large(number))
+            assert in_spare(writer) == (number == 0)
+        assert [readers[0].dequeue() for _ in range(3)] == [large(0), large(1), large(2)]
+        assert readers[1].dequeue() == large(0)
+        writer.enqueue(large(3))
+        # Written to the slot that the last one in the spare place had: all have read that one.
+        assert in_spare(writer)
+        assert [readers[1].dequeue() for _ in range(3)] == [large(1), large(2), large(3)]
+        assert readers[0].dequeue() == large(3)
+
+
+def test_no_memory_for_the_spare_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then large messages lie in their slots, and nobody asks again."""
+    asked = []
+
+    def full(*what: int) -> None:
+        asked.append(what)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with queue(1, max_chunk_bytes=1 << 20, max_chunks=2) as (writer, (reader,)):
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        for number in range(5):
+            writer.enqueue(bytes([number]) * 300_000)
+            assert not in_spare(writer)
+            assert reader.dequeue() == bytes([number]) * 300_000
+        assert len(asked) == 1
 
 
 # Tracing

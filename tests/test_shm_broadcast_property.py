@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mq_helpers import FailsToLoad, equal
 
+from minivllm.distributed import mq_stream
 from minivllm.distributed.shm_broadcast import MessageDecodeError, MessageQueue, MessageQueueClosed
 
 CHUNK = 512
@@ -33,6 +34,8 @@ def payloads(number: int, size: int, kind: str) -> Any:
             return (number, "x" * size, {"k": [byte] * 3})
         case "array":
             return np.full(size, byte, dtype=np.uint8)
+        case "array in the slot":
+            return np.full(100 + size % 100, byte, dtype=np.uint8)
         case "mixed":
             return [bytes([byte]) * size, np.full(size // 2, number, dtype=np.int32), bytearray(size)]
         case "fails to load":
@@ -47,9 +50,16 @@ class Queue(RuleBasedStateMachine):
         super().__init__()
         self.number = 0
 
-    @initialize(n_reader=st.integers(1, 9), chunks=st.integers(1, 4), late=st.integers(0, 2))
-    def make(self, n_reader: int, chunks: int, late: int) -> None:
+    @initialize(
+        n_reader=st.integers(1, 9),
+        chunks=st.integers(1, 4),
+        late=st.integers(0, 2),
+        large=st.sampled_from([100, mq_stream.MIN_BYTES]),
+    )
+    def make(self, n_reader: int, chunks: int, late: int, large: int) -> None:
         self.chunks = chunks
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(mq_stream, "MIN_BYTES", large)  # 100: large ones that fit into a slot, too
         self.writer = MessageQueue(n_reader, n_reader, max_chunk_bytes=CHUNK, max_chunks=chunks)
         self.waiting: list[deque[Any]] = [deque() for _ in range(n_reader)]
         self.readers: list[MessageQueue | None] = [None] * n_reader
@@ -70,7 +80,7 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: not self.writer_closed)
     @rule(
         size=SIZES,
-        kind=st.sampled_from(["bytes", "tuple", "array", "mixed", "fails to load"]),
+        kind=st.sampled_from(["bytes", "tuple", "array", "array in the slot", "mixed", "fails to load"]),
         timeout=st.sampled_from([0, -1, 0.001]),
     )
     def send(self, size: int, kind: str, timeout: float) -> None:
@@ -85,7 +95,7 @@ class Queue(RuleBasedStateMachine):
         assert not full, "the ring is full"
         for waiting in self.waiting:
             waiting.append((kind, payloads(self.number, size, kind)))
-        if kind == "array":
+        if kind.startswith("array"):
             obj[:] = 255  # the sender may do that
 
     @precondition(lambda self: not self.writer_closed)
@@ -152,6 +162,7 @@ class Queue(RuleBasedStateMachine):
             for end in (self.writer, *self.readers):
                 if end is not None:
                     end.shutdown()
+            self.patch.undo()
 
 
 Queue.TestCase.settings = settings(

@@ -17,6 +17,7 @@ OUT_OF_BAND: Final = 2  # a table of lengths comes first: the pickle's, then eac
 TRACED: Final = 4  # the metadata line carries the trace context of the enqueue
 RAW: Final = 8  # a bytes object as it is
 GROWING: Final = 16  # announced before all of it was there, see mq_stream
+SPARE: Final = 32  # in the spare place of the ring, not in the slot
 
 ALIGNMENT: Final = 64  # slots and overflow segments begin on a cache line
 LARGE_BYTES: Final = 64 << 10  # what the pickler passes on uncopied

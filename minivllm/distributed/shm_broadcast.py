@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from minivllm import envs, tracing
 from minivllm.distributed import mq_stream, mq_traced
-from minivllm.distributed.mq_codec import GROWING, OVERFLOW, RAW, TRACED, MessagePickler, decode, loads
+from minivllm.distributed.mq_codec import GROWING, OVERFLOW, RAW, SPARE, TRACED, MessagePickler, decode, loads
 from minivllm.distributed.mq_end import QueueEnd
 from minivllm.distributed.mq_overflow import OverflowReader, OverflowWriter
 from minivllm.distributed.mq_stream import AbandonedMessage, WaitEnded
@@ -300,6 +300,9 @@ class MessageQueue(QueueEnd):
             view[: len(record)] = record
             view = block.view
             kind |= OVERFLOW
+        elif size >= mq_stream.MIN_BYTES and self.buffer.take_spare(self.current_idx):
+            view = self.buffer.spare
+            kind |= SPARE
         if size >= mq_stream.MIN_BYTES:
             words = self.buffer.words
             words[progress] = 0
@@ -436,6 +439,8 @@ class MessageQueue(QueueEnd):
             self.last_context = ring.mm[start : start + CONTEXT_BYTES]
         if message & OVERFLOW:
             view = self._overflow_reader.open(view)
+        elif message & SPARE:
+            view = ring.spare
         view = view[: message >> 8]
         if not message & GROWING:
             return decode(message, view)

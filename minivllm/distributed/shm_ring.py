@@ -45,7 +45,7 @@ class RingLayout(NamedTuple):
         metadata: the first metadata line; each is `metadata_line` long.
         word: the message word in a metadata line.
         data: the first slot; the next one is `stride` further.
-        size: the whole segment.
+        size: the whole segment, but for the spare place behind the last slot, which is `stride` long too.
     """
 
     sleeping: int
@@ -92,7 +92,7 @@ class SlotState:
 class ShmRingBuffer:
     """A ring of `max_chunks` slots that one process writes and `n_reader` processes read.
 
-        header | metadata line 0 … metadata line n-1 | slot 0 … slot n-1
+        header | metadata line 0 … metadata line n-1 | slot 0 … slot n-1 | spare place
 
     A metadata line starts on a cache line of its own::
 
@@ -115,9 +115,13 @@ class ShmRingBuffer:
         d. All walk through the slots in the same order, so nobody needs to be told a position.
 
     Flags are single bytes, each with one writer at a time, so no atomic instruction is needed.
+
+    Large messages that walk through all the slots find none of them in a cache any more. So one may lie in the spare place
+    instead of its slot, if the last one that did has been read: its slot is in state 4, or 1. The message word says so.
     """
 
     __slots__ = (
+        "_in_spare",
         "all_read",
         "attached_offset",
         "data_offset",
@@ -133,6 +137,7 @@ class ShmRingBuffer:
         "segment",
         "sleeping_offset",
         "slots",
+        "spare",
         "view",
         "words",
         "writer_wake",
@@ -167,9 +172,10 @@ class ShmRingBuffer:
         self.data_offset = layout.data
         word, stride, size = layout.word, layout.stride, layout.size
         if name is None:
-            self.segment = SharedSegment.create(size, "MINIVLLM_MQ_MAX_CHUNK_BYTES or MINIVLLM_MQ_MAX_CHUNKS")
+            lower = "MINIVLLM_MQ_MAX_CHUNK_BYTES or MINIVLLM_MQ_MAX_CHUNKS"
+            self.segment = SharedSegment.create(size, lower, spare=stride)
         else:
-            self.segment = SharedSegment.attach(name, size)
+            self.segment = SharedSegment.attach(name, size + stride)
         mm = self.mm = self.segment.mm
         if name is None:
             _IDENTITY.pack_into(mm, 0, _MAGIC, os.getpid(), self.segment.fd)
@@ -181,6 +187,9 @@ class ShmRingBuffer:
             raise FileNotFoundError(f"shared memory {name} is not a message queue")
         self.view = memoryview(mm)
         self.words = self.view[: size - size % 8].cast("Q")
+        self.spare = self.view[size : size + max_chunk_bytes]
+        # The slot of the last message in the spare place; -1: the place takes no memory yet, -2: there is none for it.
+        self._in_spare = -1
         # Per slot: written flag, first reader flag, end of the reader flags, index of the message word, the slot's first
         # byte, its memory, next slot.
         self.slots = []
@@ -267,6 +276,16 @@ class ShmRingBuffer:
         written, first, end = self.slots[index][:3]
         return self.mm[first:end] == self.all_read or not self.mm[written]
 
+    def take_spare(self, index: int) -> bool:
+        """Whether the writer may put the message for slot `index` in the spare place; then it is taken."""
+        last = self._in_spare
+        if last == -1 and not self.segment.reserve_spare(len(self.spare)):
+            last = self._in_spare = -2
+        if last == -2 or (last >= 0 and last != index and not self.is_free(last)):
+            return False
+        self._in_spare = index
+        return True
+
     def late_readers(self, index: int) -> list[int]:
         """Readers that have not read a written slot."""
         written, first, end = self.slots[index][:3]
@@ -294,6 +313,7 @@ class ShmRingBuffer:
         for slot in self.slots:
             slot[5].release()
         self.words.release()
+        self.spare.release()
         self.view.release()
         self.segment.close()
 

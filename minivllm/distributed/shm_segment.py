@@ -44,7 +44,8 @@ class SharedSegment:
     """One mapped piece of shared memory.
 
     Invariants:
-        1. All of its memory is reserved before any of it is mapped: a later write cannot fail.
+        1. All of its memory is reserved before any of it is mapped: a later write cannot fail. But for the spare bytes:
+           they are reserved before they are first used, or not used.
         2. Only the process that created a name removes it without being asked (a forked copy does not).
         3. `close` is idempotent; the memory is gone when the last process has closed it and the name is unlinked.
     """
@@ -59,13 +60,14 @@ class SharedSegment:
         self._unlink = unlink
 
     @classmethod
-    def create(cls, size: int, lower: str, anonymous: bool = False) -> SharedSegment:
+    def create(cls, size: int, lower: str, anonymous: bool = False, spare: int = 0) -> SharedSegment:
         """A new zeroed segment of `size` bytes.
 
         Args:
             lower: what to make smaller when there is not enough memory (for the error's text).
             anonymous: without a name in /dev/shm, where the platform allows it. Other processes of this user open it
                 by the descriptor of this process, so it can never be left behind and is not bounded by /dev/shm.
+            spare: bytes behind the others that are mapped too, but take no memory before `reserve_spare`.
 
         Raises:
             NotEnoughSharedMemory: /dev/shm has less than `size` bytes left.
@@ -79,7 +81,8 @@ class SharedSegment:
             unlink = name
         try:
             _reserve(fd, size, lower, unlink)
-            segment = cls(name, fd, size, None)
+            os.ftruncate(fd, size + spare)
+            segment = cls(name, fd, size + spare, None)
         except BaseException:
             os.close(fd)
             if unlink is not None:
@@ -114,6 +117,15 @@ class SharedSegment:
         except BaseException:
             os.close(fd)
             raise
+
+    def reserve_spare(self, spare: int) -> bool:
+        """Make the last `spare` bytes usable, in the process that made the segment; False: there is not enough memory."""
+        try:
+            if sys.platform != "darwin":
+                os.posix_fallocate(self._fd, self.size - spare, spare)
+        except OSError:
+            return False
+        return True
 
     def same_as_descriptor(self, pid: int, fd: int) -> bool:
         """Whether descriptor `fd` of process `pid` can be seen from here and is this segment."""
