@@ -187,7 +187,7 @@ class ShmRingBuffer:
             raise FileNotFoundError(f"shared memory {name} is not a message queue")
         self.view = memoryview(mm)
         self.words = self.view[: size - size % 8].cast("Q")
-        self.spare = self.view[size : size + max_chunk_bytes]
+        self.spare = self.view[size:]
         # The slot of the last message in the spare place; -1: the place takes no memory yet, -2: there is none for it.
         self._in_spare = -1
         # Per slot: written flag, first reader flag, end of the reader flags, index of the message word, the slot's first

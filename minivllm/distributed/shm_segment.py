@@ -119,7 +119,7 @@ class SharedSegment:
             raise
 
     def reserve_spare(self, spare: int) -> bool:
-        """Make the last `spare` bytes usable, in the process that made the segment; False: there is not enough memory."""
+        """Make the last `spare` bytes usable, in the process that made the segment; False: there is no memory for them."""
         try:
             if sys.platform != "darwin":
                 os.posix_fallocate(self._fd, self.size - spare, spare)
