@@ -15,7 +15,7 @@ import pytest
 from real_runs import recorded
 from rich.cells import cell_len
 from terminal_session import Session
-from trace_fixtures import large_run, write_run
+from trace_fixtures import json_s, large_run, write_run
 
 from minivllm.exceptions import ConfigError
 from minivllm.stepper import History, Kind, RunState, Walk
@@ -441,14 +441,16 @@ def test_without_a_terminal_it_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_long_run_opens_in_time() -> None:
+    """100,000 spans: less than two seconds where nothing else runs."""
     directory = large_run()
+    limit = json_s()
     # CPU time of the child: what else the machine does is not the point.
     before = os.times()
     done = step(str(directory), "--print", "--at", "1")
     after = os.times()
     used = after.children_user + after.children_system - before.children_user - before.children_system
     assert done.returncode == 0 and b"step 1 of 2" in done.stdout
-    assert used < 2, f"{used:.2f} s"
+    assert used < 4 * limit, f"{used:.2f} s, json {limit:.2f} s"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from real_runs import recorded
 from rich.cells import cell_len
 from rich.console import Console
-from trace_fixtures import MS, large_run, write_run
+from trace_fixtures import MS, json_s, large_run, write_run
 
 from minivllm.exceptions import ConfigError
 from minivllm.timeline import SOMETIMES, VIEWS, build_views, export, text, theme
@@ -388,8 +388,10 @@ def test_json_holds_the_numbers(store: TraceStore) -> None:
     assert (wait["start_ns"], wait["kind"]) == (344 * MS, "wait")
 
 
-def test_hundred_thousand_spans_open_and_render_in_two_seconds() -> None:
+def test_hundred_thousand_spans_open_and_render_in_time() -> None:
+    """Less than two seconds where nothing else runs."""
     directory = large_run()
+    limit = json_s()
     # CPU time of this process: what else the machine does is not the point.
     gc.disable()
     start = time.process_time()
@@ -402,4 +404,4 @@ def test_hundred_thousand_spans_open_and_render_in_two_seconds() -> None:
     finally:
         gc.enable()
     assert len(store.spans()) > 95_000
-    assert took < 2.0, f"opening took {opened:.2f} s, all of it {took:.2f} s"
+    assert took < 3 * limit, f"opening took {opened:.2f} s, all of it {took:.2f} s, json {limit:.2f} s"

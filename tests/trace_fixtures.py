@@ -7,12 +7,16 @@ each rank has its own bootstrap time, rank n - 1 is the slowest. Times are milli
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from minivllm.trace_store import TraceStore
 
 EPOCH_NS = 1_800_000_000_000_000_000
 MS = 1_000_000
@@ -329,6 +333,28 @@ def write_run(
 def large_run() -> Path:
     """A run of 100,000 spans (decode steps without end); gone with the session's temporary files."""
     return write_run(Path(tempfile.mkdtemp(prefix="large-")) / "trace", steps=5000)
+
+
+def json_s() -> float:
+    """Processor time in which json would read the large run: a limit for this machine, and for what else it does just now.
+
+    Measured on a fifth of it. Seconds on a machine that does nothing else are in tests/benchmarks/bench_spans.py.
+    """
+    text = _fifth_as_json()
+    gc.disable()
+    begin = time.process_time()
+    try:
+        json.loads(text)
+        return 5 * (time.process_time() - begin)
+    finally:
+        gc.enable()
+
+
+@functools.cache
+def _fifth_as_json() -> bytes | str:
+    return TraceStore.open(
+        write_run(Path(tempfile.mkdtemp(prefix="fifth-")) / "trace", steps=1000)
+    ).encode_otlp()
 
 
 if __name__ == "__main__":
