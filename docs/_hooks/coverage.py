@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,20 +128,23 @@ def chapters(suffix: str = ".md") -> list[Chapter]:
     for path in sorted(TOUR.glob(f"[0-9][0-9]-*{suffix}")):
         if "." in path.name.removesuffix(suffix):
             continue
-        text = path.read_text(encoding="utf-8")
-        meta = yaml.safe_load(text.split("---\n")[1])
-        aims = text.partition("!!! abstract")[2].partition("* ")[2]
-        found.append(
-            Chapter(
-                path,
-                meta["title"],
-                tuple(meta["articles"]),
-                tuple(meta["spans"]),
-                meta.get("walkthrough", ""),
-                " ".join(re.split("[;；]\n", aims)[0].split()),
-            )
-        )
+        found.append(_read(path, path.stat().st_mtime_ns))
     return found
+
+
+@functools.cache  # nearly every page refers to a chapter
+def _read(path: Path, _changed_ns: int) -> Chapter:
+    text = path.read_text(encoding="utf-8")
+    meta = yaml.safe_load(text.split("---\n")[1])
+    aims = text.partition("!!! abstract")[2].partition("* ")[2]
+    return Chapter(
+        path,
+        meta["title"],
+        tuple(meta["articles"]),
+        tuple(meta["spans"]),
+        meta.get("walkthrough", ""),
+        " ".join(re.split("[;；]\n", aims)[0].split()),
+    )
 
 
 _HEADS = {
