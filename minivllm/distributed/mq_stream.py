@@ -26,7 +26,7 @@ from minivllm.distributed.wakeup import WEAK_MEMORY_ORDER, memory_fence
 
 MIN_BYTES: Final = 256 << 10  # below this a copy is over before the reader has come
 _ABANDONED: Final = 2**64 - 1
-_PARTS: Final = 16
+_PARTS: Final = 8
 _MIN_PART_BYTES: Final = 64 << 10
 
 
