@@ -846,6 +846,17 @@ def test_large_messages_use_warm_memory_again_when_readers_keep_up() -> None:
         assert readers[0].dequeue() == large(3)
 
 
+def test_a_segment_gets_its_whole_size_at_once_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a second ftruncate of shared memory fails."""
+    sizes = []
+    real = os.ftruncate
+    monkeypatch.setattr(os, "ftruncate", lambda fd, size: (sizes.append(size), real(fd, size)))
+    monkeypatch.setattr(shm_segment.sys, "platform", "darwin")
+    segment = shm_segment.SharedSegment.create(4096, "it", spare=8192)
+    assert sizes == [segment.size] == [12288] and segment.reserve_spare(8192)
+    segment.close()
+
+
 def test_no_memory_for_the_spare_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then large messages lie in their slots, and nobody asks again."""
     asked = []

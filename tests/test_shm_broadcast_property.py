@@ -158,11 +158,12 @@ class Queue(RuleBasedStateMachine):
             assert all(equal(got, expected) for got, expected in self.kept[-30:])
 
     def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
         if hasattr(self, "writer"):
             for end in (self.writer, *self.readers):
                 if end is not None:
                     end.shutdown()
-            self.patch.undo()
 
 
 Queue.TestCase.settings = settings(

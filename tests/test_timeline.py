@@ -389,7 +389,7 @@ def test_json_holds_the_numbers(store: TraceStore) -> None:
 
 
 def test_hundred_thousand_spans_open_and_render_in_time() -> None:
-    """Less than two seconds where nothing else runs."""
+    """A little longer than json takes for the same spans, and no more than thrice as long."""
     directory = large_run()
     limit = json_s()
     # CPU time of this process: what else the machine does is not the point.

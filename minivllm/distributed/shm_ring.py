@@ -118,6 +118,7 @@ class ShmRingBuffer:
 
     Large messages that walk through all the slots find none of them in a cache any more. So one may lie in the spare place
     instead of its slot, if the last one that did has been read: its slot is in state 4, or 1. The message word says so.
+    The explorer (ring_model.py) does not know the spare place: what keeps it whole is the flags of the slot that it serves.
     """
 
     __slots__ = (

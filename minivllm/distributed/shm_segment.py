@@ -80,8 +80,7 @@ class SharedSegment:
             fd, name = _create_named()
             unlink = name
         try:
-            _reserve(fd, size, lower, unlink)
-            os.ftruncate(fd, size + spare)
+            _reserve(fd, size, spare, lower, unlink)
             segment = cls(name, fd, size + spare, None)
         except BaseException:
             os.close(fd)
@@ -178,13 +177,15 @@ def _create_named() -> tuple[int, str]:
         return fd, name
 
 
-def _reserve(fd: int, size: int, lower: str, name: str | None) -> None:
-    """Invariant 1. macOS has no posix_fallocate; there ftruncate reserves."""
+def _reserve(fd: int, size: int, spare: int, lower: str, name: str | None) -> None:
+    """Invariant 1. macOS has no posix_fallocate; there ftruncate reserves, and may be called only once for a segment."""
     try:
         if sys.platform == "darwin":
-            os.ftruncate(fd, size)
+            os.ftruncate(fd, size + spare)
         else:
             os.posix_fallocate(fd, 0, size)
+            if spare:
+                os.ftruncate(fd, size + spare)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
