@@ -18,7 +18,6 @@ import math
 import mmap
 import multiprocessing
 import os
-import platform
 import struct
 import subprocess
 import sys
@@ -238,6 +237,11 @@ def has_vllm(python: str) -> bool:
     return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+def vllm_version(python: str) -> str:
+    code = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
+    return subprocess.run([python, "-c", code], capture_output=True, check=True, text=True).stdout.strip()
+
+
 # What is written
 
 
@@ -313,7 +317,7 @@ def svg(report: dict[str, Any]) -> str:
         x0 = left + number * (width + gap)
 
         def x(size: float, x0: float = x0) -> float:
-            return x0 + (math.log10(size) - x_low) / (x_high - x_low) * width
+            return x0 + (math.log10(size) - x_low) / ((x_high - x_low) or 1) * width
 
         def y(us: float) -> float:
             return top + height - (math.log10(us) - low) / (high - low) * height
@@ -363,6 +367,9 @@ def main() -> None:
     if "vllm" in channels and not has_vllm(options.vllm_python):
         print("vLLM is not installed here: its queue is left out")
         channels.remove("vllm")
+    # Not at the top: a reader of vLLM's queue, in vLLM's own environment, has no use for it.
+    from bench_tracing import machine
+
     best: dict[str, dict[str, dict[str, float]]] = {}
     for n in map(int, options.readers.split(",")):
         table = best.setdefault(str(n), {str(size): {} for size in sizes})
@@ -378,8 +385,7 @@ def main() -> None:
                 + ", ".join(f"{c} {duration(v)}" for c, v in row.items())
             )
     report = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, "
-        f"Python {platform.python_version()}",
+        "machine": machine() + (f", vLLM {vllm_version(options.vllm_python)}" if "vllm" in channels else ""),
         "channels": channels,
         "p50_us": best,
     }
