@@ -38,6 +38,21 @@ def test_large_messages_that_are_read_while_they_are_written(
     assert not result.violation, "\n".join(result.steps)
 
 
+@pytest.mark.parametrize(
+    ("memory", "readers", "messages", "large"),
+    [
+        ("sc", 1, 4, False),
+        ("sc", 2, 2, False),
+        ("tso", 1, 3, False),
+        ("pso", 1, 3, False),
+        ("sc", 1, 3, True),
+    ],
+)
+def test_messages_that_take_the_spare_place(memory: str, readers: int, messages: int, large: bool) -> None:
+    result = explore(Ring(readers, 2, messages, large=large, spare=True), memory)
+    assert not result.violation, "\n".join(result.steps)
+
+
 TORN = "expects message"
 STUCK = "nobody can go on"
 
@@ -48,6 +63,7 @@ WRONG = [
     ("read-flag-before-data", "sc", 1, 1, 2, TORN),
     ("progress-before-part", "sc", 1, 1, 1, TORN),
     ("one-reader-awaited", "sc", 2, 1, 2, TORN),
+    ("spare-not-awaited", "sc", 1, 2, 2, TORN),
     ("no-look-after-flag", "sc", 1, 1, 1, STUCK),
     ("word-after-flag", "sc", 1, 1, 1, STUCK),
     ("bump-before-lowering", "sc", 1, 1, 2, STUCK),
@@ -65,7 +81,14 @@ def test_a_wrong_protocol_is_found(
     variant: str, memory: str, readers: int, chunks: int, messages: int, failure: str
 ) -> None:
     result = explore(
-        Ring(readers, chunks, messages, variant, variant.startswith("progress")),
+        Ring(
+            readers,
+            chunks,
+            messages,
+            variant,
+            large=variant.startswith("progress"),
+            spare=variant.startswith("spare"),
+        ),
         memory,
         shortest=messages < 3,
     )
@@ -147,15 +170,42 @@ def test_the_code_does_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> N
             condition._mm = recorder.inner
 
 
-def _without_waiting(program: list[Any]) -> list[Any]:
-    """The path of an enqueue that finds a free slot, or a dequeue that finds a message."""
+@pytest.mark.parametrize("read", [False, True])
+def test_the_code_takes_the_spare_place_as_the_model_does(
+    monkeypatch: pytest.MonkeyPatch, read: bool
+) -> None:
+    """A second large message, when the first one has been read by all, or not: the loads before it, and where it lies."""
+    first, second = (bytes([number]) * (512 << 10) for number in (1, 2))
+    log: list[tuple[str, str]] = []
+    with queue(2, max_chunks=2) as (writer, readers):
+        ring = writer.buffer
+        writer.enqueue(first)
+        if read:
+            assert all(reader.dequeue(1) == first for reader in readers)
+        names = {ring.slots[1][0]: "slot 1 written", ring.slots[0][0]: "slot 0 written"}
+        names |= {ring.slots[0][1] + reader: f"slot 0 read by {reader}" for reader in range(2)}
+        monkeypatch.setattr(ring, "mm", Recorder(ring.mm, names, log))
+        writer.enqueue(second)
+        monkeypatch.undo()
+        choosing = Ring(2, 2, 2, spare=True)._choose(2, 1)
+        if read:
+            choosing = _without_waiting(choosing, skipped="spare")
+        expected = [step for step in map(_step, choosing) if step and step[1] != "spare serves"]
+        assert log == [*expected, ("store", "slot 1 written")]
+        assert ring.snapshot()[1].spare == read
+        for reader in readers:
+            assert [reader.dequeue(1) for _ in range(2 - read)] == [first, second][read:]
+
+
+def _without_waiting(program: list[Any], skipped: str = "take") -> list[Any]:
+    """The path of an enqueue that finds a free slot, or a dequeue that finds a message: the first jump there is made."""
     kept: list[Any] = []
     skip_to = ""
     for item in program:
         if isinstance(item, ring_model.Label) and item.name == skip_to:
             skip_to = ""
         if not skip_to:
-            if isinstance(item, ring_model.Jump) and item.label.startswith("take"):
+            if isinstance(item, ring_model.Jump) and item.label.startswith(skipped):
                 skip_to = item.label
             kept.append(item)
     return kept

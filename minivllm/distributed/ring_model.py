@@ -5,6 +5,7 @@ Articles: part 2 §2.5.1, §2.5.2
 
     python -m minivllm.distributed.ring_model                          explores the protocol as it is
     python -m minivllm.distributed.ring_model written-before-data      shows the shortest way in which a wrong one fails
+    python -m minivllm.distributed.ring_model --spare --readers 1      messages that take the spare place where they may
 
 A process is a list of instructions on shared bytes (`Load`, `Store`, `Fence`, `Wait`, `Wake`). The explorer runs one
 instruction of one process at a time, in every possible order, and remembers the states it has seen. It reports
@@ -42,6 +43,7 @@ VARIANTS: Final = {
     "one-reader-awaited": "the writer waits for one reader instead of all",
     "fence-as-in-vllm": "the fence stands between clearing the reader flags and setting the written flag",
     "progress-before-part": "the progress of a large message is stored before the part is there",
+    "spare-not-awaited": "the writer takes the spare place before its last message has been read by all",
     "no-fence-in-notify": "no fence between lowering the sleep flag and changing the wake word",
     "no-fence-before-look": "no fence between the sleep flag and the sleeper's last look",
     "no-fence-before-sleep-flag": "no fence between the written or reader flag and the look at the sleep flag",
@@ -112,6 +114,7 @@ class Ring:
     """What is explored: one writer that sends messages 1, 2, … to readers through slots.
 
     With `large` each message lies in a segment, is announced before it is written, and read part by part (mq_stream).
+    With `spare` each lies in the one spare place if that may be taken, in its slot if not (ShmRingBuffer.take_spare).
     """
 
     readers: int = 2
@@ -119,6 +122,7 @@ class Ring:
     messages: int = 3
     variant: str = ""
     large: bool = False
+    spare: bool = False
 
     def writer(self) -> list[Instruction]:
         code: list[Instruction] = []
@@ -137,28 +141,60 @@ class Ring:
             ]
             code += look + self._sleep("writer", look, str(message)) + [Label(f"take {message}"), Forget()]
 
-            clear_written: list[Instruction] = [Store(written, 0)]
-            data: list[Instruction] = [Store(f"slot {slot} data {half}", message) for half in "ab"]
-            clear_flags: list[Instruction] = [Store(flag, 0) for flag in flags]
-            fence: list[Instruction] = [Fence()]
-            publish: list[Instruction] = [Store(written, 1)]
-            if self.large:
-                code += [*clear_written, Store(f"slot {slot} progress", 0), *fence, *clear_flags, *publish]
-                code += self._wake("readers", 0, message, "announced")
-                for part, store in enumerate(data, 1):
-                    progress: list[Instruction] = [Store(f"slot {slot} progress", part)]
-                    early = self.variant == "progress-before-part"
-                    code += [*progress, *fence, store] if early else [store, *fence, *progress]
-            elif self.variant == "written-before-data":
-                code += clear_written + fence + clear_flags + publish + data
-            elif self.variant == "flags-after-written":
-                code += clear_written + data + fence + publish + fence + clear_flags
-            elif self.variant == "fence-as-in-vllm":
-                code += clear_written + data + clear_flags + fence + publish
-            else:
-                code += clear_written + data + fence + clear_flags + publish
-            code += self._wake("readers", 0, message)
+            if self.spare:
+                code += self._choose(message, slot)
+                code += self._write(message, slot, flags, "spare")
+                code += [Jump(f"written {message}", _always), Label(f"own {message}"), Forget()]
+            code += self._write(message, slot, flags, f"slot {slot}")
+            code += [Label(f"written {message}"), *self._wake("readers", 0, message)]
         return code
+
+    def _choose(self, message: int, slot: int) -> list[Instruction]:
+        """ShmRingBuffer.take_spare: falls through with the spare place taken, or jumps to "own".
+
+        Whose slot it serves is the writer's own knowledge; it is kept in memory here because registers do not last.
+        """
+        code: list[Instruction] = [Store(f"slot {slot} written", 0), Load(2, "spare serves")]
+        if self.variant != "spare-not-awaited":
+            for last in range(self.chunks):
+                if last != slot:
+                    code.append(Jump(f"not in {last} {message}", lambda r, n=last + 1: r[2] != n))  # type: ignore[misc]
+                    code += [Load(i, f"slot {last} read by {i}") for i in range(self.readers)]
+                    code.append(Jump(f"spare {message}", _all_set(self.readers)))
+                    code.append(Load(0, f"slot {last} written"))
+                    code.append(Jump(f"own {message}", lambda r: bool(r[0])))
+                    code.append(Label(f"not in {last} {message}"))
+        return [*code, Label(f"spare {message}"), Forget(), Store("spare serves", slot + 1)]
+
+    def _write(self, message: int, slot: int, flags: list[str], place: str) -> list[Instruction]:
+        """A message, the word that says where it lies (if there are several places), and the flags that announce it."""
+        written = f"slot {slot} written"
+        word: list[Instruction] = []
+        clear_written: list[Instruction] = [Store(written, 0)]
+        if self.spare:
+            clear_written = []  # it is already, see _choose
+            word = [Store(f"slot {slot} in spare", int(place == "spare"))]
+        data: list[Instruction] = [Store(f"{place} data {half}", message) for half in "ab"]
+        clear_flags: list[Instruction] = [Store(flag, 0) for flag in flags]
+        fence: list[Instruction] = [Fence()]
+        publish: list[Instruction] = [Store(written, 1)]
+        if self.large:
+            code: list[Instruction] = [*clear_written, Store(f"slot {slot} progress", 0), *word]
+            code += fence + clear_flags + publish
+            code += self._wake("readers", 0, message, f"announced in {place}")
+            for part, store in enumerate(data, 1):
+                progress: list[Instruction] = [Store(f"slot {slot} progress", part)]
+                early = self.variant == "progress-before-part"
+                code += [*progress, *fence, store] if early else [store, *fence, *progress]
+            return code
+        data += word
+        if self.variant == "written-before-data":
+            return clear_written + fence + clear_flags + publish + data
+        if self.variant == "flags-after-written":
+            return clear_written + data + fence + publish + fence + clear_flags
+        if self.variant == "fence-as-in-vllm":
+            return clear_written + data + clear_flags + fence + publish
+        return clear_written + data + fence + clear_flags + publish
 
     def reader(self, reader: int) -> list[Instruction]:
         code: list[Instruction] = []
@@ -192,7 +228,20 @@ class Ring:
                     take += (
                         progress + self._sleep("readers", progress, name, keep=True) + [Label(f"take {name}")]
                     )
-                take.append(Load(part - 1, f"slot {slot} data {half}"))
+                own = Load(part - 1, f"slot {slot} data {half}")
+                if self.spare:
+                    name = f"{message}{half}"
+                    take += [
+                        Load(2, f"slot {slot} in spare"),
+                        Jump(f"in spare {name}", lambda r: bool(r[2])),
+                        own,
+                        Jump(f"got {name}", _always),
+                        Label(f"in spare {name}"),
+                        Load(part - 1, f"spare data {half}"),
+                        Label(f"got {name}"),
+                    ]
+                else:
+                    take.append(own)
             take += [
                 Expect(
                     lambda r, m=message: r[0] == r[1] == m,  # type: ignore[misc]
@@ -216,7 +265,7 @@ class Ring:
         fence: list[Instruction] = [Fence()]
         wait: list[Instruction] = [
             Wait(f"{who} word", 3),
-            Jump(f"sleep {name}", lambda _: True),
+            Jump(f"sleep {name}", _always),
         ]
         if self.variant == "no-fence-before-look":
             fence = []
@@ -229,7 +278,7 @@ class Ring:
 
     def _wake(self, who: str, waker: int, message: int, label: str = "done") -> list[Instruction]:
         """The hot path's look at the sleep flag, and SpinCondition.notify."""
-        value = 2 * message + (label == "done")
+        value = 2 * message + (label == "done")  # no two of a waker's values are the same
         label = f"{label} {message}"
         fence: list[Instruction] = [] if self.variant == "no-fence-before-sleep-flag" else [Fence()]
         lower: list[Instruction] = [Store(f"{who} asleep", 0)]
@@ -258,7 +307,15 @@ class Ring:
             memory |= {f"slot {slot} read by {reader}": fresh for reader in range(self.readers)}
             if self.large:
                 memory[f"slot {slot} progress"] = 0
+            if self.spare:
+                memory[f"slot {slot} in spare"] = 0
+        if self.spare:
+            memory |= {"spare serves": 0, "spare data a": 0, "spare data b": 0}
         return memory
+
+
+def _always(_: tuple[int, ...]) -> bool:
+    return True
 
 
 def _all_set(count: int) -> Callable[[tuple[int, ...]], bool]:
@@ -527,9 +584,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--messages", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="messages that are read while they are written")
+    parser.add_argument(
+        "--spare", action="store_true", help="one more place, which a message takes if it may"
+    )
     parser.add_argument("--memory", choices=MEMORIES, default="sc")
     options = parser.parse_args(arguments)
-    ring = Ring(options.readers, options.chunks, options.messages, options.variant, options.large)
+    ring = Ring(
+        options.readers, options.chunks, options.messages, options.variant, options.large, options.spare
+    )
     result = explore(ring, options.memory)
     print(
         f"{options.readers} readers, {options.chunks} slots, {options.messages} messages: {result.states} states"

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from minivllm.distributed.mq_codec import OVERFLOW
+from minivllm.distributed.mq_codec import OVERFLOW, SPARE
 from minivllm.distributed.shm_segment import SharedSegment
 from minivllm.distributed.wakeup import FLAG_OFFSET, SpinCondition
 from minivllm.exceptions import ConfigError
@@ -79,6 +79,7 @@ class SlotState:
         read_by: the reader flags, one per local reader.
         length: bytes of the message that is, or was last, in the slot.
         overflow: the message itself lies in an overflow segment.
+        spare: it lies in the spare place.
     """
 
     index: int
@@ -87,6 +88,7 @@ class SlotState:
     read_by: tuple[bool, ...]
     length: int
     overflow: bool
+    spare: bool
 
 
 class ShmRingBuffer:
@@ -118,7 +120,6 @@ class ShmRingBuffer:
 
     Large messages that walk through all the slots find none of them in a cache any more. So one may lie in the spare place
     instead of its slot, if the last one that did has been read: its slot is in state 4, or 1. The message word says so.
-    The explorer (ring_model.py) does not know the spare place: what keeps it whole is the flags of the slot that it serves.
     """
 
     __slots__ = (
@@ -302,11 +303,9 @@ class ShmRingBuffer:
                 state = "free"
             else:
                 state = "partly read" if any(flags) else "written"
-            states.append(
-                SlotState(
-                    index, state, is_written, tuple(map(bool, flags)), message >> 8, bool(message & OVERFLOW)
-                )
-            )
+            read_by = tuple(map(bool, flags))
+            overflow, spare = bool(message & OVERFLOW), bool(message & SPARE)
+            states.append(SlotState(index, state, is_written, read_by, message >> 8, overflow, spare))
         return states
 
     def close(self) -> None:
