@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import random
 import resource
 import signal
 import sys
@@ -274,6 +275,34 @@ class Pause:
             real(slow(), *place)
 
         monkeypatch.setattr(mq_stream, "write", write)
+
+
+@pytest.mark.parametrize("sizes", [(30, 1_000_000), (600_000,), (524_288,), (300_000,), (54, 9_000_001, 7)])
+def test_parts_are_not_small(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a piece that is small as a whole is copied by less than the second-level cache; nothing is announced too early."""
+    monkeypatch.setattr(mq_stream, "MIN_PART_BYTES", 512 << 10)
+    pieces = [random.randbytes(size) for size in sizes]
+    whole = b"".join(pieces)
+    copied = bytearray(len(whole))
+    lengths: list[int] = []
+
+    class View:
+        def __setitem__(self, where: slice, part: memoryview) -> None:
+            lengths.append(len(part))
+            copied[where] = part
+
+    class Words:
+        last = 0
+
+        def __setitem__(self, _: int, progress: int) -> None:
+            assert progress > self.last and copied[:progress] == whole[:progress]
+            self.last = progress
+
+    words = Words()
+    mq_stream.write(pieces, len(whole), View(), words, 0)  # type: ignore[arg-type]
+    assert copied == whole and words.last == len(whole)
+    assert all(length >= 512 << 10 or length in sizes for length in lengths)
+    assert len(lengths) <= mq_stream._PARTS + len(sizes)
 
 
 LARGE: list[Any] = [
