@@ -239,24 +239,26 @@ def test_who_shares_a_core_moves_to_another() -> None:
     os.sched_setaffinity(0, allowed)
     core, now = SharedCore(), 100.0
     for _ in range(19):
-        core.taken_up(now)
-    assert core.moves == 0, "a few yields are nothing yet"
-    for _ in range(41):
-        core.taken_up(now)
+        core.taken_up(now, 5e-6)
+    assert core.moves == 0, "a few short ones are nothing yet"
+    for _ in range(61):
+        core.taken_up(now, 5e-6)
     assert core.moves == 1 and current_core() != here
     assert os.sched_getaffinity(0) == allowed
     # A second of company that nothing helps against.
-    for number in range(1000):
-        core.taken_up(now + number / 1000)
+    for number in range(10_000):
+        core.taken_up(now + number / 10_000, 5e-6)
     assert 2 <= core.moves <= 7
     before = core.moves
-    for _ in range(60):
-        core.taken_up(now + 2)
-    assert core.moves == before + 1, "alone for a second, and then not, so at once"
+    for _ in range(4):
+        core.taken_up(now + 2, 100e-6)
+    assert core.moves == before + 1, (
+        "alone for a second, and then not, so at once; a few are enough if they take long"
+    )
     # With a single core there is nowhere to go.
     os.sched_setaffinity(0, {here})
-    for _ in range(60):
-        core.taken_up(now + 4)
+    for _ in range(80):
+        core.taken_up(now + 4, 5e-6)
     assert core.moves == before + 1 and os.sched_getaffinity(0) == {here}
 
 

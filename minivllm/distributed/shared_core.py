@@ -8,9 +8,9 @@ having both on one core, where each message costs two switches between them. Whe
 cores share a cache, Linux wakes nobody elsewhere, and they stay there for seconds beside a core that has nothing to do. Seen
 with Linux 6.18 on two cores, in every third run: a round trip of 10.5 µs in place of 3.2.
 
-Whoever polls notices: its yields are taken up. Then it moves, without asking where there is room, since that takes longer
-than to try. With more busy processes than cores that helps nobody, so the next attempt comes four times as late, up to a second;
-who has been alone since then may try at once.
+Whoever polls notices: its yields are taken up, and for how long. Then it moves, without asking where there is room,
+since that takes longer than to try. With more busy processes than cores that helps nobody, so the next attempt comes
+four times as late, up to a second; who has been alone since then may try at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -39,24 +38,24 @@ class SharedCore:
         moves: how often a thread of this process has left its core.
     """
 
-    __slots__ = ("_enough", "_last", "_pause_s", "_seen", "_try_at", "moves")
+    __slots__ = ("_enough_s", "_last", "_lost_s", "_pause_s", "_try_at", "moves")
 
     def __init__(self) -> None:
-        self._enough = _some()
-        self._seen = 0
+        self._enough_s = _some()
+        self._lost_s = 0.0
         self._last = self._try_at = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self.moves = 0
 
-    def taken_up(self, now: float) -> None:
-        """Somebody else ran on this core when the calling thread yielded; now: time.monotonic()."""
+    def taken_up(self, now: float, seconds: float) -> None:
+        """Somebody else ran on this core for so many seconds when the calling thread yielded; now: time.monotonic()."""
         if now - self._last > _ALONE_S:
-            self._seen, self._try_at, self._pause_s = 0, 0.0, _FIRST_PAUSE_S
+            self._lost_s, self._try_at, self._pause_s = 0.0, 0.0, _FIRST_PAUSE_S
         self._last = now
-        self._seen += 1
-        if self._seen < self._enough or now < self._try_at:
+        self._lost_s += seconds
+        if self._lost_s < self._enough_s or now < self._try_at:
             return
-        self._seen, self._enough = 0, _some()
+        self._lost_s, self._enough_s = 0.0, _some()
         self._pause_s = min(4 * self._pause_s, _LONGEST_PAUSE_S)
         self._try_at = now + self._pause_s * random.uniform(1, 2)
         self._move()
@@ -75,9 +74,9 @@ class SharedCore:
                 os.sched_setaffinity(0, allowed)  # where it may run later is not for a queue to say
             self.moves += 1
         except OSError:
-            self._enough = sys.maxsize  # a container that does not let us
+            self._enough_s = float("inf")  # a container that does not let us
 
 
-def _some() -> int:
+def _some() -> float:
     # At random, since the other one sees the same: both at once would meet again on the next core.
-    return random.randrange(20, 60)
+    return random.uniform(100e-6, 400e-6)
