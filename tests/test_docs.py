@@ -304,6 +304,13 @@ class _Waiting(_Quiet):
         self.end_headers()
 
 
+def test_listings_are_on_the_pages_and_not_in_the_search_index(site: Path) -> None:
+    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    assert "minivllm.distributed.shm_ring.ShmRingBuffer" in index and "Source code in" not in index
+    page = (site / "reference/api/minivllm.distributed.shm_ring.html").read_text(encoding="utf-8")
+    assert page.count("<summary>Source code in") >= 3 and "<!-- listing" not in page
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_search_finds_names_and_chinese_words(site: Path, tmp_path: Path) -> None:
     """In real time: the search runs in a worker of the browser, for which virtual time does not wait."""
