@@ -49,7 +49,7 @@ class SharedCore:
 
     def taken_up(self, now: float, seconds: float) -> None:
         """Somebody else ran on this core for so many seconds when the calling thread yielded; now: time.monotonic()."""
-        if now - self._last > _ALONE_S:
+        if now - seconds - self._last > _ALONE_S:
             self._lost_s, self._try_at, self._pause_s = 0.0, 0.0, _FIRST_PAUSE_S
         self._last = now
         self._lost_s += seconds
