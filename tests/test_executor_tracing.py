@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from executor_helpers import make_executor
-from scenario import raises, scenario
+from scenario import raises, scenario, wait_until
 
 from minivllm import tracing
 from minivllm.exceptions import ExecutorFailedError, RemoteError
@@ -201,3 +201,24 @@ def test_every_span_of_the_executor_is_in_the_catalogue() -> None:
     assert len(emitted) > 50 and emitted <= set(tracing.catalogue.SPANS), emitted - set(
         tracing.catalogue.SPANS
     )
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@scenario()
+def test_an_answer_that_is_no_longer_wanted_is_no_error(async_scheduling: bool) -> None:
+    """The executor is shut down while methods run: their steps end, and say by what, and no timeline shows a failure."""
+    with tempfile.TemporaryDirectory() as directory:
+        tracing.configure("engine_core", trace_dir=directory, level="rpc")
+        executor = make_executor(async_scheduling=async_scheduling)
+        executor.collective_rpc("sleep", args=(0.5,), non_block=True)
+        wait_until(
+            lambda: all(status.executing for status in executor.status_snapshot()), 10, "both are in the call"
+        )
+        executor.shutdown()
+        tracing.shutdown()
+        store = TraceStore.open(directory)
+    assert not [
+        (span.name, span.status_message) for span in store.spans() if span.is_error or span.unfinished
+    ]
+    answers = [span for span in store.spans(name="rpc.enqueue_output") if span.get("ended_by")]
+    assert [span.get("ended_by") for span in answers] == ["MessageQueueClosed"] * 2

@@ -280,6 +280,10 @@ class WorkerProc:
                 except by_value.CANNOT_PICKLE as error:
                     self._enqueue_by_value(number, status, output, error)
                     span.set(status="SUCCESS_BY_VALUE")
+                except MessageQueueClosed as closed:
+                    # The worker was told to end, and nobody waits for the answer: no failure of the steps around this
+                    # one. The loop meets the closed queue itself.
+                    span.set(ended_by=type(closed).__name__)
         else:
             try:
                 self.worker_response_mq.enqueue((number, status, output))
