@@ -10,7 +10,8 @@ with Linux 6.18 on two cores, in every third run: a round trip of 10.5 µs in pl
 
 Whoever polls notices: its yields are taken up, and for how long. Then it moves, without asking where there is room,
 since that takes longer than to try. With more busy processes than cores that helps nobody, so the next attempt comes
-four times as late, up to a second; who has been alone since then may try at once.
+four times as late, up to a second; who has been alone since then may try at once. The kernel parts two that share a
+core, too, where it can, often in the same moment; so it is looked once more before a move.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class SharedCore:
         moves: how often a thread of this process has left its core.
     """
 
-    __slots__ = ("_enough_s", "_last", "_lost_s", "_pause_s", "_try_at", "moves")
+    __slots__ = ("_company", "_enough_s", "_last", "_lost_s", "_pause_s", "_try_at", "moves")
 
-    def __init__(self) -> None:
+    def __init__(self, company: Callable[[], bool]) -> None:
+        """company: yields, and says whether somebody took that up."""
+        self._company = company
         self._enough_s = _some()
         self._lost_s = 0.0
         self._last = self._try_at = 0.0
@@ -56,6 +59,10 @@ class SharedCore:
         if self._lost_s < self._enough_s or now < self._try_at:
             return
         self._lost_s, self._enough_s = 0.0, _some()
+        # By now the kernel may have parted the two, or the other one has left, and a move would bring them together again.
+        # Of two who ask at once, the one that asks less often leaves, and the other one notices.
+        if not all(self._company() for _ in range(random.randint(1, 4))):
+            return
         self._pause_s = min(4 * self._pause_s, _LONGEST_PAUSE_S)
         self._try_at = now + self._pause_s * random.uniform(1, 2)
         self._move()

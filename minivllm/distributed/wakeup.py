@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from minivllm.distributed.shared_core import SharedCore
+from minivllm.distributed.shared_core import SharedCore, current_core
 from minivllm.tracing.deadlines import deadline_clock
 from minivllm.tracing.ended import ended, write_ended
 
@@ -211,7 +211,16 @@ CROWDED_S: Final = 2e-6  # a yield to nobody takes less than 1 µs, one to anoth
 # has run up a debt gets nothing until others have used as much. Linux 6.18, four processes on a core that yield so often before
 # they sleep: when two others begin to compute, they stand still for 570 ms after 200 yields, 63 after 20, 35 after 10, 20 after 5.
 MOST_YIELDS: Final = 5
-shared_core: Final = SharedCore()
+
+
+def _yield_taken_up() -> bool:
+    """Whether somebody else ran on this core meanwhile, and the calling thread is still there."""
+    core, started = current_core and current_core(), time.monotonic()
+    _sched_yield()
+    return time.monotonic() - started > CROWDED_S and core == (current_core and current_core())
+
+
+shared_core: Final = SharedCore(_yield_taken_up)
 _checks = _ALONE  # looks between two yields, for all waits of this process
 
 
