@@ -17,6 +17,7 @@ from executor_helpers import make_executor
 from scenario import in_threads, raises, scenario, slack, wait_until
 from workers import FailsToLoad
 
+from minivllm.distributed.shm_broadcast import MessageQueue
 from minivllm.exceptions import ExecutorFailedError, RemoteError
 
 
@@ -598,3 +599,23 @@ def test_C1_idle_costs_nothing() -> None:
         time.sleep(2)
         used = [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
         assert max(used) <= 0.03, used
+
+
+@scenario()
+def test_a_look_at_ranks_that_have_not_answered_raises_nothing() -> None:
+    """A Ctrl-C that comes during one shows one traceback: no time-out is being handled then."""
+    missed: list[Any] = []
+    real = MessageQueue.dequeue
+
+    def dequeue(self: MessageQueue, timeout: float | None = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return real(self, timeout, *args, **kwargs)
+        except TimeoutError:
+            missed.append(timeout)
+            raise
+
+    with make_executor() as executor:
+        MessageQueue.dequeue = dequeue  # type: ignore[method-assign]
+        executor.collective_rpc("sleep", args=(0.3,))
+        executor.collective_rpc("sleep", args=(0.3,), unique_reply_rank=1)
+    assert missed == [], missed

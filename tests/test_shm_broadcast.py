@@ -277,6 +277,18 @@ class Pause:
         monkeypatch.setattr(mq_stream, "write", write)
 
 
+def test_whether_there_is_a_message() -> None:
+    with queue(2, max_chunks=2) as (writer, (first, second)):
+        assert not first.has_message()
+        writer.enqueue(1)
+        assert first.has_message() and second.has_message()
+        assert first.dequeue(0) == 1
+        assert not first.has_message() and second.has_message()
+        second.shutdown("the reason")
+        with pytest.raises(MessageQueueClosed, match="the reason"):
+            second.has_message()
+
+
 @pytest.mark.parametrize("sizes", [(30, 1_000_000), (600_000,), (524_288,), (300_000,), (54, 9_000_001, 7)])
 def test_parts_are_not_small(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a piece that is small as a whole is copied by less than the second-level cache; nothing is announced too early."""

@@ -235,6 +235,22 @@ class QueueEnd:
             missing.append(f"{remote} on other hosts")
         return f"{self.title}: the writer waits for reader {', '.join(missing)} to attach"
 
+    def has_message(self) -> bool:
+        """Whether a local reader's dequeue would find a message at once: to poll without an exception for each miss.
+
+        Raises:
+            MessageQueueClosed: as dequeue does.
+        """
+        ring = self.buffer
+        try:
+            if self.shutting_down or ring is None:
+                raise MessageQueueClosed(self.reason)
+            written, first = ring.slots[self.current_idx][:2]
+            return ring.mm[written] == 1 and not ring.mm[first + self.local_reader_rank]
+        except ValueError:
+            # Closed by another thread in this moment.
+            raise MessageQueueClosed(self.reason) from None
+
     def snapshot(self) -> list[SlotState]:
         """The flags of every slot, for whoever wants to look on; empty for a queue without local readers."""
         return [] if self.buffer is None else self.buffer.snapshot()

@@ -339,6 +339,9 @@ class Responses:
         queue, index = self._queues[rank], self._done_index[rank]
         try:
             while self._asked[rank] or self._words[index] >> SEQUENCE_BITS != self._failures[rank]:
+                # A KeyboardInterrupt that comes now must not come with "during handling of" a time-out of ours.
+                if not queue.has_message():
+                    return
                 try:
                     response = queue.dequeue(0)
                 except MessageDecodeError as error:
@@ -346,7 +349,7 @@ class Responses:
                 else:
                     self._take(rank, response)
         except TimeoutError:
-            pass
+            pass  # a large one that is still being written
 
     def try_drain(self) -> None:
         """Read whatever is there, unless another thread is reading anyway."""
