@@ -198,6 +198,43 @@ def test_a_signal_handler_in_the_middle_of_it(tmp_path: Path) -> None:
         assert sorted(span.get("number") for span in store.spans(name)) == list(range(count))
 
 
+def test_a_flush_in_the_middle_of_a_flush_leaves_the_log_to_it(tmp_path: Path) -> None:
+    """A signal handler that comes while the outer one reads pages of which nothing is left to say."""
+    result = run_script(
+        tmp_path,
+        """
+        from minivllm import tracing
+        from minivllm.tracing.span_log import ENTRIES
+        tracing.configure("client", trace_dir=DIR, level="message")
+        def record(start):
+            for number in range(start, start + 3 * ENTRIES):
+                with tracing.span("rpc.call", number=number):
+                    pass
+        record(0)
+        tracing.flush()
+        flushes = 0
+        class Forgotten(dict):
+            def get(self, *args):
+                global flushes
+                if flushes < 3:
+                    flushes += 1
+                    tracing.flush()
+                return super().get(*args)
+        reader = tracing._recorder.files._log_reader
+        reader._forgotten = Forgotten(reader._forgotten)
+        record(3 * ENTRIES)
+        tracing.flush()
+        tracing.shutdown()
+        print(6 * ENTRIES, flushes)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    count, flushes = map(int, result.stdout.split())
+    assert flushes == 3
+    store = store_of(tmp_path)
+    assert sorted(span.get("number") for span in store.spans("rpc.call")) == list(range(count))
+
+
 def test_a_forked_child_leaves_the_parents_spans_alone(tmp_path: Path) -> None:
     """Also those that have ended and are not written yet, and those that it leaves on its way out."""
     result = run_script(

@@ -108,14 +108,17 @@ class TraceFiles:
     def write(self, limit_s: float | None = None) -> bool:
         """Write OTLP/JSON of what has ended and is not written yet; returns whether that was all.
 
-        A signal handler in the middle of it may ask for the same: it leaves the writing to whom it has interrupted. It may
-        also raise: better twice than never.
+        A signal handler in the middle of it may ask for the same: it leaves the writing to whom it has interrupted, or to the
+        next time. It may also raise: better twice than never.
 
         Args:
             limit_s: None takes its time.
         """
         deadline = None if limit_s is None else time.monotonic() + limit_s
-        reader, nested = self._spool_reader, self._is_writing
+        if self._is_writing:
+            write_ended()
+            return False
+        reader = self._spool_reader
         self._is_writing = True
         try:
             with self.log.whole() as data:
@@ -123,8 +126,6 @@ class TraceFiles:
             self._noted = self._noted + found
             self._log_reader.forget(found)
             write_ended()  # now the spool has all details of those
-            if nested:
-                return False
             before = reader.position
             noted, self._noted = self._noted, []
             try:
@@ -139,7 +140,7 @@ class TraceFiles:
                 raise
             reader.forget(noted)
         finally:
-            self._is_writing = nested
+            self._is_writing = False
         return True
 
     def _write(self, fd: int, data: bytes) -> None:

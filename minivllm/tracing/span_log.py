@@ -202,8 +202,10 @@ class LogReader:
     def spans(self, data: bytes | mmap) -> list[LoggedSpan]:
         """All spans but for those forgotten; data: the whole file."""
         end = len(data) // PAGE_BYTES * PAGE_BYTES
-        self._pages += range(self._end, end, PAGE_BYTES)
-        self._end = max(self._end, end)
+        pages, end = [*self._pages, *range(self._end, end, PAGE_BYTES)], max(self._end, end)
+        # No call between these two: a signal handler that raises must not come in between.
+        self._pages = pages
+        self._end = end
         return list(self._spans(data))
 
     def forget(self, spans: list[LoggedSpan]) -> None:
