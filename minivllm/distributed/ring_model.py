@@ -593,9 +593,9 @@ def main(arguments: list[str] | None = None) -> int:
         options.readers, options.chunks, options.messages, options.variant, options.large, options.spare
     )
     result = explore(ring, options.memory)
-    print(
-        f"{options.readers} readers, {options.chunks} slots, {options.messages} messages: {result.states} states"
-    )
+    counts = (options.readers, "reader"), (options.chunks, "slot"), (options.messages, "message")
+    setting = ", ".join(f"{count} {what}{'s' if count != 1 else ''}" for count, what in counts)
+    print(f"{setting}: {result.states} states")
     if not result.violation:
         print("no message is lost or torn, nobody waits for ever")
         return 0
