@@ -210,7 +210,7 @@ def test_an_answer_that_is_no_longer_wanted_is_no_error(async_scheduling: bool) 
     with tempfile.TemporaryDirectory() as directory:
         tracing.configure("engine_core", trace_dir=directory, level="rpc")
         executor = make_executor(async_scheduling=async_scheduling)
-        executor.collective_rpc("sleep", args=(0.5,), non_block=True)
+        executor.collective_rpc("sleep", args=(1.5,), non_block=True)
         wait_until(
             lambda: all(status.executing for status in executor.status_snapshot()), 10, "both are in the call"
         )

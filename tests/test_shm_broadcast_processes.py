@@ -267,6 +267,13 @@ def test_who_shares_a_core_moves_to_another() -> None:
         core.taken_up(now + 4, 5e-6)
     assert core.moves == before
     company = True
+    # Company that computes is asked once: what is waited for may be there meanwhile.
+    asked: list[int] = []
+    for number in range(10):
+        other = SharedCore(lambda number=number: asked.append(number) or time.sleep(0.002) is None)  # type: ignore[misc]
+        for _ in range(80):
+            other.taken_up(now, 5e-6)
+    assert asked == list(range(10))
     # With a single core there is nowhere to go.
     os.sched_setaffinity(0, {here})
     for _ in range(80):

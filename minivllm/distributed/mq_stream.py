@@ -9,6 +9,7 @@ than one.
 
 Invariants:
     1. The progress word is 0 before the slot is announced, only grows, and grows only when the bytes (after a fence) are there.
+       Bytes that are there may be written again, the same ones: a reader who copies them meanwhile sees no difference.
     2. A reader sets its flag only when it has taken everything: until then the writer cannot use slot or segment again.
     3. A message whose writer was interrupted is marked as abandoned, and readers go on with the next one.
 """
@@ -31,7 +32,8 @@ _PARTS: Final = 8
 
 
 def _min_part_bytes() -> int:
-    """No part is smaller than the second-level cache; where it would be, some of what comes before it is copied again.
+    """A part is at least as large as the second-level cache, or all of its piece; where less is left, some of what comes before is
+    copied again.
 
     glibc copies less than that by string instructions where the processor calls them fast. Those of AMD are not while another
     core reads what has just been written: 1 MB through shared memory took 47 to 116 µs in parts of 125 kB, 57 to 72 in one part,

@@ -19,12 +19,14 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import time
 from collections.abc import Callable
 from typing import Final
 
 _FIRST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 1.0
 _ALONE_S: Final = 0.005  # without a yield that somebody took up
+_ASKING_S: Final = 0.001  # company that computes takes a slice of 3 ms each time it is asked, and what is waited for may be there
 
 current_core: Callable[[], int] | None = None
 """The core that the calling thread is on; None where nobody can tell, or change it."""
@@ -61,8 +63,12 @@ class SharedCore:
         self._lost_s, self._enough_s = 0.0, _some()
         # By now the kernel may have parted the two, or the other one has left, and a move would bring them together again.
         # Of two who ask at once, the one that asks less often leaves, and the other one notices.
-        if not all(self._company() for _ in range(random.randint(1, 4))):
-            return
+        enough = time.monotonic() + _ASKING_S
+        for _ in range(random.randint(1, 4)):
+            if not self._company():
+                return
+            if time.monotonic() > enough:
+                break
         self._pause_s = min(4 * self._pause_s, _LONGEST_PAUSE_S)
         self._try_at = now + self._pause_s * random.uniform(1, 2)
         self._move()
