@@ -16,6 +16,10 @@ TORCH ?= torch>=2.6
 ARGS ?=
 JOBS ?= 2
 
+# Container images like to forbid bytecode, and then each of the thousand processes that the suite starts compiles the
+# package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-crash bench lint docs docs-serve docs-assets clean force
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import io
 import re
 from collections.abc import Iterator
@@ -26,8 +27,13 @@ PROGRAMS = {"assets/make_checkpoint.py", "distributed/ring_model.py"}
 FOREIGN = {"--rm", "--shm-size"}
 
 
-def texts() -> Iterator[tuple[str, str]]:
+@functools.cache
+def texts() -> list[tuple[str, str]]:
     """Where, and the text, of every string in the package; values that are put into it become `1`."""
+    return list(_texts())
+
+
+def _texts() -> Iterator[tuple[str, str]]:
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         parts = {

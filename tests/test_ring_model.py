@@ -8,7 +8,8 @@ import pytest
 from mq_helpers import queue
 
 from minivllm.distributed import ring_model
-from minivllm.distributed.ring_model import VARIANTS, Load, Ring, Store, Wake, explore
+from minivllm.distributed.explorer import Jump, Label, Load, Store, Wake
+from minivllm.distributed.ring_model import VARIANTS, Ring, explore
 from minivllm.distributed.wakeup import SpinCondition
 
 
@@ -202,10 +203,10 @@ def _without_waiting(program: list[Any], skipped: str = "take") -> list[Any]:
     kept: list[Any] = []
     skip_to = ""
     for item in program:
-        if isinstance(item, ring_model.Label) and item.name == skip_to:
+        if isinstance(item, Label) and item.name == skip_to:
             skip_to = ""
         if not skip_to:
-            if isinstance(item, ring_model.Jump) and item.label.startswith(skipped):
+            if isinstance(item, Jump) and item.label.startswith(skipped):
                 skip_to = item.label
             kept.append(item)
     return kept

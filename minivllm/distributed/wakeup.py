@@ -89,7 +89,7 @@ class SpinCondition:
     """One direction of waking: the readers of a ring wait on one, its writer on another.
 
     In the segment it owns a 32-bit wake word and, 4 bytes on, a flag "somebody sleeps". The orders that matter, checked
-    by the exhaustive explorer in ring_model.py:
+    in every interleaving (ring_model.py):
 
         1. A sleeper reads the wake word, then raises the flag, then (after a fence) looks at the ring once more, and
            only then sleeps, and only while the wake word is still what it read.
