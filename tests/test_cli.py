@@ -350,12 +350,31 @@ def test_timeline_options_reach_the_views(trace: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("args", [["timeline", "{trace}"], ["spans", "--json"], ["learn", "solution", "1"]])
-def test_a_full_disk_behind_standard_output_is_named(trace: Path, args: list[str]) -> None:
-    command = [sys.executable, "-m", "minivllm.cli.main", *(a.format(trace=trace) for a in args)]
+@pytest.mark.parametrize(
+    ("args", "unbuffered"),
+    [
+        ("timeline {trace}", ""),
+        ("spans --json", ""),
+        ("spans --json", "1"),
+        ("learn solution 1", "1"),
+        ("--help", ""),
+        ("--help", "1"),
+        ("spans --help", "1"),
+        ("--version", ""),
+        ("", "1"),
+    ],
+)
+def test_a_full_disk_behind_standard_output_is_named(trace: Path, args: str, unbuffered: str) -> None:
+    words = (word.format(trace=trace) for word in args.split())
+    command = [sys.executable, "-m", "minivllm.cli.main", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), check=False
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(PYTHONUNBUFFERED=unbuffered),
+            check=False,
         )
     assert done.returncode == 1
     assert done.stderr == "minivllm: error: standard output: No space left on device\n"

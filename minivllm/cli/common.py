@@ -33,6 +33,17 @@ NARROW = 72
 _TRAILING_BLANKS = re.compile(r" +((?:\x1b\[[0-9;]*m)*)(?=\n)")
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose --help and --version fail where they cannot be printed; argparse's own says nothing then."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+        elif message:
+            sys.stdout.write(message)
+            sys.stdout.flush()
+
+
 class Terminated(BaseException):
     """SIGTERM or SIGHUP arrived. Like KeyboardInterrupt it passes `except Exception` and runs each `finally`."""
 
@@ -55,16 +66,18 @@ class TracedFailure(Exception):
         self.cause, self.trace = cause, trace
 
 
-def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+def run(parser: Parser, argv: Sequence[str] | None) -> int:
     """Parse the command line, run its subcommand, and turn whatever ends it into an exit code."""
     # Started with a closed stdout or stderr, Python has None there.
     sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    args = parser.parse_args(argv)
-    if args.command is None:
-        parser.print_help()
-        return BAD_INPUT
+    traceback = False
     try:
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return BAD_INPUT
+        traceback = args.traceback
         with signals():
             code: int = args.run(args)
             sys.stdout.flush()
@@ -79,11 +92,10 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
         complain(f"ended by {e.signal_name}")
         return e.exit_code
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; that must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         return CLOSED_PIPE
     except Exception as e:
-        return report(e, traceback=args.traceback)
+        return report(e, traceback=traceback)
 
 
 @contextmanager
@@ -190,11 +202,19 @@ def report(error: Exception, traceback: bool) -> int:
         complain(f"the engine failed: {message}")
         return FAILED
     if isinstance(error, OSError) and error.strerror:
-        where = error.filename or ("standard output" if _was_printing(error) else "")
+        where = error.filename
+        if not where and _was_printing(error):
+            where = "standard output"
+            _give_up_stdout()
         complain(f"error: {where}: {error.strerror}" if where else f"error: {error.strerror}")
         return FAILED
     complain(f"unexpected {type(error).__name__}: {message or 'no message'} (--traceback shows where)")
     return FAILED
+
+
+def _give_up_stdout() -> None:
+    """Python writes once more at exit what is still in the buffer; that must not complain, too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _was_printing(error: BaseException) -> bool:

@@ -14,18 +14,18 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
+    from minivllm.cli.common import Parser
 
-def make_parser() -> argparse.ArgumentParser:
+
+def make_parser() -> Parser:
     """The parser of the whole command line."""
-    import argparse
-
     import minivllm
     from minivllm.cli import demo, doctor, export, generate, learn, spans, step, timeline
+    from minivllm.cli.common import Parser
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="minivllm",
         description="How vLLM V1 runs one model over several processes: run it, see it, read it.",
         epilog="Start with `minivllm demo`. Each subcommand explains itself with --help.",
