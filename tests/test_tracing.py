@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import json
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from minivllm import tracing
 from minivllm.exceptions import ConfigError
@@ -190,6 +196,92 @@ def test_exception_is_recorded_and_goes_on(tmp_path: Path) -> None:
 
 def _other_trace(store: TraceStore) -> str:
     return next(trace_id for trace_id in store.trace_ids if trace_id != store.trace_id)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_signal_that_raises_leaves_no_step_open(tmp_path: Path, live: bool) -> None:
+    """SystemExit or KeyboardInterrupt of a signal handler can come where Python looks for signals: also in an __exit__.
+
+    That step's context may be with another process already. So the step must be in the trace, and those around it
+    must be themselves again. Here it comes at each of these places in turn.
+    """
+    made: list[bytes] = []
+
+    def steps() -> None:
+        with tracing.hot_span("executor.execute_model", {"x": 1}) as step:
+            made.append(step.context)
+            with tracing.hot_span("rpc.call") as call:
+                made.append(call.context)
+                call.event("sent")
+        with tracing.span("executor.shutdown") as shutdown:
+            made.append(shutdown.context)
+
+    exporter = InMemorySpanExporter()
+    with recording(tmp_path):
+        if live:
+            tracing.add_exporter(exporter)
+        places = interrupted_everywhere(steps)
+    assert places > 40
+    store = store_of(tmp_path)
+    assert not store.orphans()
+    spans = {span.span_id: span for span in store.spans()}
+    assert len(made) == len({context.unpack(packed)[1] for packed in made}) > 2 * places
+    for packed in made:
+        assert not spans[f"{context.unpack(packed)[1]:016x}"].unfinished
+    if live:
+        given = {span.context.span_id for span in exporter.get_finished_spans() if span.context is not None}
+        assert not {context.unpack(packed)[1] for packed in made} - given
+
+
+def interrupted_everywhere(steps: Callable[[], None]) -> int:
+    """Run steps with SystemExit at each place in turn, and once without; returns how many places there are."""
+    places = 0
+    with tracing.span("run") as run:
+        steps()
+        while (place := raising_at(places, steps)) is not None:
+            assert tracing.current_span() is run, place
+            places += 1
+    return places
+
+
+def raising_at(place: int, steps: Callable[[], None]) -> str | None:
+    """Run steps within a step, with SystemExit at one of the places in tracing's code where Python looks for signals.
+
+    Returns which it was; None when there are not so many.
+    """
+    seen = -1
+    where = None
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal seen, where
+        code = frame.f_code
+        if event == "call":
+            if Path(code.co_filename).parent.name != "tracing":
+                return None
+            frame.f_trace_opcodes = True
+            # Where a function begins.
+            looks = True
+        else:
+            # Behind a call.
+            before = frame.f_lasti - 2
+            while before > 0 and dis.opname[code.co_code[before]] == "CACHE":
+                before -= 2
+            looks = event == "opcode" and dis.opname[code.co_code[before]].startswith("CALL")
+        if looks:
+            seen += 1
+            if seen == place:
+                where = f"{code.co_filename}:{frame.f_lineno}"
+                raise SystemExit
+        return trace
+
+    with contextlib.suppress(SystemExit), tracing.span("engine_core.step"):
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            steps()
+        finally:
+            sys.settrace(before)
+    return where
 
 
 def test_decorator(tmp_path: Path) -> None:

@@ -55,8 +55,9 @@ def write_ended(last: Span | None = None) -> None:
         if last is not None:
             if _spool is not None:
                 _spool.keep_as_text(last)
-            if _table is not None and last.slot:
-                _table.free.append(last.slot)
+            slot, last.slot = last.slot, 0
+            if _table is not None and slot:
+                _table.free.append(slot)
         until_ns = monotonic_ns()
         lot = ended[:]
         if not lot:

@@ -207,7 +207,6 @@ class Span(msgspec.Struct, gc=False, eq=False):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         thread = self.thread
-        thread.current = self.outer
         depth = self.depth
         if depth >= 0 and (board := thread.board) is not None:
             if board.open == depth + 1 < MAX_DEPTH:
@@ -216,6 +215,8 @@ class Span(msgspec.Struct, gc=False, eq=False):
             else:
                 board.restore(depth)
         if exc is not None:
+            if thread.current is not self:
+                _end_inner(thread, self, exc)
             self.record_exception(exc)
             self.end()
             write_ended()
@@ -228,6 +229,15 @@ class Span(msgspec.Struct, gc=False, eq=False):
             elif self.attributes:
                 _keep((self.span_id, self.attributes))
             self.words[self.word + 3] = end_ns
+        # Last, and no call between the end and this: where a signal handler raises in here, the step around finds us.
+        thread.current = self.outer
+
+    def _leave(self, exc: BaseException) -> None:
+        """End a step whose `with` could not, or not wholly; for the step around it."""
+        if not (self.words[self.word + 3] if self.word else self.ended_ns):
+            self.ended_ns = 0
+            self.record_exception(exc)
+            self.end()
 
 
 class _Unhurried(Span, gc=False, eq=False):
@@ -237,12 +247,14 @@ class _Unhurried(Span, gc=False, eq=False):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         thread = self.thread
-        thread.current = self.outer
         if self.depth >= 0 and thread.board is not None:
             thread.board.restore(self.depth)
         if exc is not None:
+            if thread.current is not self:
+                _end_inner(thread, self, exc)
             self.record_exception(exc)
         self.end()
+        thread.current = self.outer  # last, as above
 
 
 class _Live(_Unhurried, gc=False, eq=False):
@@ -256,6 +268,11 @@ class _Live(_Unhurried, gc=False, eq=False):
         if not self.end_ns:
             super().end()
             recorder.give_on(self)
+
+    def _leave(self, exc: BaseException) -> None:
+        self.ended_ns = 0
+        self.record_exception(exc)
+        self.end()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -276,6 +293,16 @@ class _Cold(_Unhurried, gc=False, eq=False):
                 _table.ends[self.slot] = end_ns
             write_ended(self)
             recorder.give_on(self)
+
+    def _leave(self, exc: BaseException) -> None:
+        if self.ended_ns:
+            # Perhaps for the second time: rather twice than not at all, and in the files it counts once.
+            write_ended(self)
+            recorder.give_on(self)
+        else:
+            _open[self.span_id] = self  # end() may have got as far as taking it out
+            self.record_exception(exc)
+            self.end()
 
     def __enter__(self) -> Span:
         thread = self.thread
@@ -313,13 +340,16 @@ class _Step(_Cold, gc=False, eq=False):
     def event(self, name: str, attrs: dict[str, Any] | None = None, **attributes: Any) -> None: ...
     def record_exception(self, exc: BaseException) -> None: ...
     def end(self) -> None: ...
+    def _leave(self, exc: BaseException) -> None: ...
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         thread = self.thread
-        thread.current = self.outer
         if self.depth >= 0 and thread.board is not None:
             thread.board.restore(self.depth)
+        if exc is not None and thread.current is not self:
+            _end_inner(thread, self, exc)
+        thread.current = self.outer
 
 
 class _NullSpan(Span, gc=False, eq=False):
@@ -337,6 +367,22 @@ class _NullSpan(Span, gc=False, eq=False):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None: ...
+
+
+def _end_inner(thread: ThreadState, around: Span, exc: BaseException) -> None:
+    """End the steps within `around` that are open although an exception leaves it.
+
+    A signal handler's exception may come in the middle of their __exit__, or between span() and the `with`. What they have
+    sent away names them as parent: they must not be missing.
+    """
+    inner = []
+    item = thread.current
+    while item is not None and item is not around:
+        inner.append(item)
+        item = item.outer
+    if item is around:
+        for item in inner:
+            item._leave(exc)
 
 
 NULL: Span = _NullSpan(BY_INDEX[0].index, {}, _local.thread, None, b"", 0, 0, 0, _homeless, 0)
