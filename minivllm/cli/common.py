@@ -36,12 +36,12 @@ _TRAILING_BLANKS = re.compile(r" +((?:\x1b\[[0-9;]*m)*)(?=\n)")
 class Parser(argparse.ArgumentParser):
     """A parser whose --help and --version fail where they cannot be printed; argparse's own says nothing then."""
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        if file is not sys.stdout:
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is None or file is not sys.stdout:
             super()._print_message(message, file)
         elif message:
-            sys.stdout.write(message)
-            sys.stdout.flush()
+            file.write(message)
+            file.flush()
 
 
 class Terminated(BaseException):
