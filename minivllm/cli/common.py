@@ -213,7 +213,7 @@ def report(error: Exception, traceback: bool) -> int:
 
 
 def _give_up_stdout() -> None:
-    """Python writes once more at exit what is still in the buffer; that must not complain, too."""
+    """Python writes once more at exit what is still in the buffer; that must not complain either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

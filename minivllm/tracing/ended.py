@@ -55,6 +55,7 @@ def write_ended(last: Span | None = None) -> None:
         if last is not None:
             if _spool is not None:
                 _spool.keep_as_text(last)
+            # Given back once, also when a signal handler raises in here and the span is handed in again.
             slot, last.slot = last.slot, 0
             if _table is not None and slot:
                 _table.free.append(slot)

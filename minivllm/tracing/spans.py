@@ -270,6 +270,7 @@ class _Live(_Unhurried, gc=False, eq=False):
             recorder.give_on(self)
 
     def _leave(self, exc: BaseException) -> None:
+        # It may have ended and not been given on: rather twice than not at all.
         self.ended_ns = 0
         self.record_exception(exc)
         self.end()
