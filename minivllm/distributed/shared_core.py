@@ -52,26 +52,33 @@ class SharedCore:
         self._pause_s = _FIRST_PAUSE_S
         self.moves = 0
 
-    def taken_up(self, now: float, seconds: float) -> None:
-        """Somebody else ran on this core for so many seconds when the calling thread yielded; now: time.monotonic()."""
+    def taken_up(self, now: float, seconds: float, most: int) -> int:
+        """Somebody else ran on this core for so many seconds when the calling thread yielded; now: time.monotonic().
+
+        Returns how often it yielded here, to look once more before it moves: at most `most` times, since each yield counts against
+        the caller in the scheduler's books.
+        """
         if now - seconds - self._last > _ALONE_S:
             self._lost_s, self._try_at, self._pause_s = 0.0, 0.0, _FIRST_PAUSE_S
         self._last = now
         self._lost_s += seconds
-        if self._lost_s < self._enough_s or now < self._try_at:
-            return
+        if self._lost_s < self._enough_s or now < self._try_at or most < 1:
+            return 0
         self._lost_s, self._enough_s = 0.0, _some()
-        # By now the kernel may have parted the two, or the other one has left, and a move would bring them together again.
-        # Of two who ask at once, the one that asks less often leaves, and the other one notices.
-        enough = time.monotonic() + _ASKING_S
-        for _ in range(random.randint(1, 4)):
-            if not self._company():
-                return
-            if time.monotonic() > enough:
-                break
+        looks = 0
+        if _may_leave():
+            # By now the kernel may have parted the two, or the other one has left, and a move would bring them together again.
+            # Of two who ask at once, the one that asks less often leaves, and the other one notices.
+            enough = time.monotonic() + _ASKING_S
+            for looks in range(1, min(random.randint(1, 4), most) + 1):
+                if not self._company():
+                    return looks
+                if time.monotonic() > enough:
+                    break
         self._pause_s = min(4 * self._pause_s, _LONGEST_PAUSE_S)
         self._try_at = now + self._pause_s * random.uniform(1, 2)
         self._move()
+        return looks
 
     def _move(self) -> None:
         if current_core is None:
@@ -88,6 +95,14 @@ class SharedCore:
             self.moves += 1
         except OSError:
             self._enough_s = float("inf")  # a container that does not let us
+
+
+def _may_leave() -> bool:
+    """Whether there is another core for this process, which may be held on one of several."""
+    try:
+        return current_core is not None and len(os.sched_getaffinity(0)) > 1
+    except OSError:
+        return False
 
 
 def _some() -> float:

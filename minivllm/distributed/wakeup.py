@@ -159,7 +159,7 @@ class SpinCondition:
             if after - now > CROWDED_S:
                 _checks = _CROWDED
                 yields -= 1
-                shared_core.taken_up(after, after - now)
+                yields -= shared_core.taken_up(after, after - now, yields)
             else:
                 _checks = _ALONE
             for _ in _checks:
