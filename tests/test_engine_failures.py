@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,39 @@ def test_a_client_killed_at_any_moment_of_its_start_leaves_nothing(tmp_path: Pat
         all_end(_tagged("MINIVLLM_TEST_MOMENT", tag), 10)
         left = [path.name for path in tmp_path.iterdir() if path.name.startswith("minivllm-")]
         assert not left, f"killed after {0.15 + 0.06 * i:.2f} s: {left}"
+
+
+def test_a_child_watches_its_client_before_it_imports_what_it_runs(tmp_path: Path) -> None:
+    """That import takes an eighth of a second, or several of them on a busy machine. Here it does not end at all."""
+    endless = """
+        import os, time
+        if os.getpid() != int(os.environ["CLIENT"]):
+            print("importing", os.getpid(), flush=True)
+            time.sleep(60)
+        def function(watch): pass
+    """
+    client = """
+        import multiprocessing, os, time
+        from minivllm.utils.first_watch import Later, run_watched
+        if __name__ == "__main__":
+            os.environ["CLIENT"] = str(os.getpid())
+            from endless import function
+            context = multiprocessing.get_context("spawn")
+            reader, writer = context.Pipe(duplex=False)
+            arguments = os.getpid(), reader, "watch", Later((function, ()))
+            context.Process(target=run_watched, args=arguments).start()
+            time.sleep(60)
+    """
+    for name, text in (("endless", endless), ("client", client)):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    process = popen(str(tmp_path / "client.py"))
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("importing"), f"{line} {process.communicate()}"
+    child = psutil.Process(int(line.split()[1]))
+    process.kill()
+    all_end([child], 1.0)
+    finish(process)
 
 
 def _tagged(name: str, value: str) -> list[psutil.Process]:

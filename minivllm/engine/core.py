@@ -10,11 +10,10 @@ import gc
 import os
 import pickle
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
@@ -43,7 +42,7 @@ from minivllm.engine.core_process import (
     leave,
     make_socket,
     make_socket_directory,
-    monitor_client,
+    on_client_death,
     say_goodbye,
     send_startup_message,
 )
@@ -53,6 +52,7 @@ from minivllm.engine.serial_utils import FunctionByValue, encode_exception, pick
 from minivllm.exceptions import ExecutorFailedError
 from minivllm.executor.status_page import StatusPage
 from minivllm.structured_output import StructuredOutputManager
+from minivllm.utils.first_watch import ParentWatch
 from minivllm.utils.system_utils import (
     configure_logging,
     decorate_logs,
@@ -447,14 +447,13 @@ class EngineCoreProc(EngineCore):
         vllm_config: VllmConfig,
         executor_class: type[Executor],
         address: str,
-        client_pid: int,
-        death_reader: Connection,
         status_page: StatusPage,
+        client_watch: ParentWatch,
     ) -> None:
         """Body of the EngineCore process.
 
         Invariants:
-            1. The client's death is watched from the first instruction on.
+            1. The client's death is watched from the first instruction on, before this module is imported (first_watch.py).
             2. SIGINT and SIGHUP are the client's business: a terminal sends them to the whole process group, and the
                client then ends this process in order.
             3. SIGTERM ends it in order, HURRY_SIGNAL without patience for busy workers; a second one during the
@@ -463,19 +462,13 @@ class EngineCoreProc(EngineCore):
 
         Args:
             address: where this process binds its socket, and the client connects to.
-            death_reader: EOF when the client is gone.
             status_page: its only line is where the client reads what this process is doing.
         """
         ending = Ending()
+        client_watch.on_death = partial(on_client_death, address, ending)
         leave_terminal_signals_to_parent()
         signal.signal(signal.SIGTERM, ending.on_signal)
         signal.signal(HURRY_SIGNAL, ending.on_signal)
-        threading.Thread(
-            target=monitor_client,
-            args=(client_pid, death_reader, address, ending),
-            name="minivllm-client-monitor",
-            daemon=True,
-        ).start()
         status_page.enter(0)
         set_process_title("EngineCore")
         decorate_logs("EngineCore")

@@ -48,6 +48,7 @@ from minivllm.exceptions import ConfigError, EngineDeadError, ExecutorFailedErro
 from minivllm.executor.leftovers import remove_leftovers
 from minivllm.executor.status_page import StatusPage
 from minivllm.utils import ownership
+from minivllm.utils.first_watch import Later, run_watched
 from minivllm.utils.system_utils import (
     MAIN_GUARD_ERROR,
     MAIN_GUARD_EXIT_CODE,
@@ -239,9 +240,15 @@ class BackgroundResources:
         # One line, in which EngineCore says what it is doing.
         self.status_page = StatusPage(1)
         death_reader, self._death_writer = mp_context.Pipe(duplex=False)
+        arguments = (vllm_config, executor_class, self._address, self.status_page)
         self.process = mp_context.Process(
-            target=EngineCoreProc.run_engine_core,
-            args=(vllm_config, executor_class, self._address, os.getpid(), death_reader, self.status_page),
+            target=run_watched,
+            args=(
+                os.getpid(),
+                death_reader,
+                "minivllm-client-monitor",
+                Later((EngineCoreProc.run_engine_core, arguments)),
+            ),
             name="EngineCore",
         )
         try:

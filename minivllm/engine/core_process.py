@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import msgspec
@@ -100,21 +99,12 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def monitor_client(client_pid: int, death_reader: Connection, address: str, ending: Ending) -> None:
-    """Body of the thread that ends this process when the client is gone.
+def on_client_death(address: str, ending: Ending) -> None:
+    """Ends this process when the client is gone; called in the thread that watches it.
 
     At once and without a clean-up by the main thread, which may be inside a step or a start-up for long: the kernel
     closes what this process holds, and the workers' own death pipes tell them.
     """
-    watched: list[Any] = [death_reader]
-    # Any other child that the client forks holds the write end open, too; a pidfd does not care.
-    if sys.platform == "linux":
-        try:
-            watched.append(os.pidfd_open(client_pid))
-        except OSError:
-            # An old kernel, or the client is gone already: then the pipe has to do.
-            pass
-    wait(watched)
     try:
         # Before the main thread is stopped, which may be holding the recorder's lock.
         tracing.save_before_death()
