@@ -223,6 +223,24 @@ def start_up_killed() -> None:
     no_children()
 
 
+def engine_killed_while_it_imports() -> None:
+    """Who is killed has not failed to import anything."""
+
+    def kill() -> None:
+        while True:
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    if any("spawn_main" in word for word in child.cmdline()):
+                        child.kill()
+                        return
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    message = str(expect(EngineDeadError, start, "SIGKILL", "during start-up"))
+    assert "could not import" not in message, message
+    no_children()
+
+
 def start_up_rpc_raises() -> None:
     os.environ["COUNTING_FAIL"] = "0:determine_available_memory:raise"
     expect(EngineDeadError, start, "rank 0", "ValueError", "determine_available_memory")

@@ -28,6 +28,7 @@ SCENARIOS = [
     "step_raises",
     "start_up_raises",
     "start_up_killed",
+    "engine_killed_while_it_imports",
     "start_up_rpc_raises",
     "start_up_is_late",
     "trace_disk_is_full",

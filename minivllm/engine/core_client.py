@@ -422,11 +422,14 @@ class SyncMPClient(EngineCoreClient):
         return f"EngineCore: {steps[-1]}" if steps else ""
 
     def _startup_death(self, said_hello: bool) -> Exception:
-        text = self.resources.describe_death()
+        resources = self.resources
+        text = resources.describe_death()
+        begun = said_hello or bool(resources.open_steps())
         self._fail(text)
-        if self.resources.process.exitcode == MAIN_GUARD_EXIT_CODE:
+        if resources.process.exitcode == MAIN_GUARD_EXIT_CODE:
             return ConfigError(MAIN_GUARD_ERROR)
-        if said_hello:
+        # Its hello can be lost with a process that is killed. One that could not import anything has left by itself, and in no step.
+        if begun or (resources.process.exitcode or 0) < 0:
             return EngineDeadError(f"{text} during start-up")
         return EngineDeadError(
             f"{text} before its first instruction: it could not import the main module or what its arguments "

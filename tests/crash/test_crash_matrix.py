@@ -79,6 +79,7 @@ def check(cell: Cell, outcome: Outcome, death_ns: int, said: str) -> float:
     assert error is not None, f"the caller was told nothing{said}"
     assert NAMES[cell.who] in error["text"], f"the error does not name {NAMES[cell.who]}{said}"
     assert "SIGKILL" in error["text"], f"the error does not name the signal{said}"
+    assert "could not import" not in error["text"], f"the error guesses wrong{said}"
     assert SHOWN_AS.get(cell.span, cell.span) in error["text"], f"the error does not name the step{said}"
     return (error["at_ns"] - death_ns) / 1e9
 
