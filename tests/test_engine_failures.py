@@ -189,7 +189,7 @@ def test_a_client_killed_at_any_moment_of_its_start_leaves_nothing(tmp_path: Pat
 
 
 def test_a_child_watches_its_client_before_it_imports_what_it_runs(tmp_path: Path) -> None:
-    """That import takes an eighth of a second, or several of them on a busy machine. Here it does not end at all."""
+    """That import takes a fifth of a second, and a whole one on a busy machine. Here it does not end at all."""
     endless = """
         import os, time
         if os.getpid() != int(os.environ["CLIENT"]):
