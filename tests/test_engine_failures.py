@@ -59,6 +59,9 @@ def finish(process: subprocess.Popen[str], limit: float = 60) -> tuple[str, str]
     try:
         return process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
+        # Where faulthandler is on, the process says where it stands.
+        process.send_signal(signal.SIGABRT)
+        time.sleep(1)
         process.kill()
         out, err = process.communicate()
         pytest.fail(f"not done after {limit} s\n{out}\n{err}")
