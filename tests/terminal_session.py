@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 LIMIT_S = 60.0
+_HOME = b"\x1b[H"
+_FRAME_END = b"\x1b[J"  # clears what is below the frame
 
 
 class Session:
@@ -41,7 +43,11 @@ class Session:
     @property
     def screen(self) -> str:
         """What is to be seen now: everything since the last return to the upper left corner."""
-        text = self.shown.decode("utf-8", "replace").rpartition("\x1b[H")[2]
+        return self._readable(self.shown.rpartition(_HOME)[2])
+
+    @staticmethod
+    def _readable(shown: bytes) -> str:
+        text = shown.decode("utf-8", "replace")
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
 
     def press(self, keys: str, until: str) -> str:
@@ -50,15 +56,25 @@ class Session:
         os.write(self.fd, keys.encode())
         return self.wait_for(until)
 
+    def press_last(self, keys: str) -> None:
+        """Type what ends the run, perhaps before there is another frame."""
+        self.shown = b""
+        os.write(self.fd, keys.encode())
+
     def wait_for(self, text: str) -> str:
+        """Read until the screen shows a text, or the process has ended after it did."""
         deadline = time.monotonic() + LIMIT_S
-        # A frame ends with clearing what is below it.
-        while not (re.search(text, self.screen) and self.shown.endswith(b"\x1b[J")):
+        begun = max(self.shown.rfind(_HOME), 0)
+        while not (re.search(text, self.screen) and self.shown.endswith(_FRAME_END)):
             assert time.monotonic() < deadline, f"{text!r} did not appear in:\n{self.screen}"
             if select.select([self.fd], [], [], 0.2)[0]:
                 try:
                     self.shown += os.read(self.fd, 65536)
                 except OSError as error:
+                    for frame in reversed(self.shown[begun:].split(_HOME)):
+                        before, ended, _ = frame.rpartition(_FRAME_END)
+                        if ended and re.search(text, found := self._readable(before)):
+                            return found
                     raise AssertionError(
                         f"it ended ({error}) before {text!r}, with:\n{self.screen}"
                     ) from None

@@ -352,7 +352,7 @@ def test_running_on_and_stopping_again() -> None:
     live.press("s", "stops at the next step")
     live.wait_for(r"EngineCore before|stopped before\s+(│.*\n\s+)?(engine_core|executor)\.shutdown")
     press_until(live, "n", r"thread minivllm-death-pipe")
-    live.press("g", "all run on|ended")
+    live.press_last("g")
     assert live.end() == 0
     assert "all is over" in live.shown.decode()
 
@@ -391,7 +391,7 @@ def test_a_worker_that_is_killed_while_it_stands_is_shown() -> None:
     victim = next(int(pid) for pid in re.findall(r"rank 1 pid (\d+)", live.screen))
     os.kill(victim, signal.SIGKILL)
     live.wait_for(r"has died in|has died")
-    live.press("g", "all run on")
+    live.press_last("g")
     assert live.end() == 1
     assert "was killed by SIGKILL" in live.shown.decode()
     assert_nothing_left(processes, live.pid)
